@@ -34,7 +34,8 @@ from jaxserve.engine.process.transport import Add, ClientTransport, EngineTransp
 from jaxserve.observability.timeline import HOST_PHASES, Timeline
 from jaxserve.runtime.execution.device_commands import LocalCommands
 from jaxserve.runtime.execution.executor import DeviceExecutor
-from jaxserve.runtime.programs.builder import UPDATE_KEY, step_keys
+from jaxserve.runtime.programs.table import step_keys
+from jaxserve.runtime.step.slot_update import UPDATE_KEY
 from jaxserve.runtime.step.step import StepOutput
 from jaxserve.step_plan import Capacity
 
@@ -64,7 +65,7 @@ def executor_of(capacity: Capacity, timeline: Timeline) -> DeviceExecutor:
     tokens = jax.block_until_ready(jnp.full((1, rows, 1), TOKEN, jnp.int32))
     output = StepOutput(tokens, tokens, logprobs=None, prompt_logprobs=None, expert_tokens=None)
     programs: dict[Any, Any] = {key: lambda params, state, packed: (state, output) for key in step_keys(capacity)}
-    programs[UPDATE_KEY] = lambda state, packed: state
+    programs[UPDATE_KEY] = lambda params, state, packed: (state, ())
     return DeviceExecutor(LocalCommands(None, None, programs), capacity, timeline)  # type: ignore[arg-type]
 
 

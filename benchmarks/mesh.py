@@ -36,7 +36,7 @@ from jaxserve.engine.scheduling.rank import Rank
 from jaxserve.engine.scheduling.request import Request
 
 if TYPE_CHECKING:
-    from jaxserve.runtime.step.batch import StepKey
+    from jaxserve.runtime.step.program import ProgramKey
 
 SHAPES = ["1x1", "1x2", "1x4", "1x8", "2x1", "2x2", "2x4", "4x1", "4x2", "8x1"]
 ROWS, STEPS, ROUNDS = 16, 150, 4
@@ -164,7 +164,6 @@ def _meet(node_rank: int, address: str) -> ProcessGroup:
 def follow(address: str) -> None:
     """Run the other end of `broadcasts`: answer each command with the size of its input."""
     from jaxserve.runtime.execution.device_commands import FollowerExecutor, LocalCommands
-    from jaxserve.runtime.programs.program_set import ProgramKey
 
     nodes = _meet(1, address)
     key: ProgramKey = _decode_key(0)
@@ -175,10 +174,10 @@ def follow(address: str) -> None:
         nodes.agree(calls._state, max)
 
 
-def _decode_key(size: int) -> StepKey:
-    from jaxserve.runtime.step.batch import StepKey
+def _decode_key(size: int) -> ProgramKey:
+    from jaxserve.runtime.step.program import ProgramKey
 
-    return StepKey("decode", size, True)
+    return ProgramKey("decode", size, True)
 
 
 def broadcasts(counts: Sequence[int]) -> list[dict[str, Any]]:
@@ -209,7 +208,7 @@ def broadcasts(counts: Sequence[int]) -> list[dict[str, Any]]:
         send, trip = [], []
         for _ in range(BROADCASTS):
             start = time.perf_counter()
-            leading.step(key, packed)
+            leading.run(key, packed)
             send.append(time.perf_counter() - start)
             assert nodes.agree(0, max) == packed.size
             trip.append(time.perf_counter() - start)

@@ -6,12 +6,17 @@ can build it, print it or send it to another process.
 
 from __future__ import annotations
 
+import bisect
 from collections import Counter
-from typing import Protocol
+from typing import Literal, Protocol
 
 import msgspec
 
 from jaxserve.api_types import SamplingParams, TokenLogprobs
+
+StepKind = Literal["decode", "verify", "mixed", "prompt_logprobs"]
+"""The kinds of steps: with decodes alone, some of which may verify drafts; with chunks of prompts; and with log
+probabilities of prompts."""
 
 
 class SlotOpen(msgspec.Struct, frozen=True, gc=False, kw_only=True):
@@ -114,8 +119,22 @@ class StepPlan(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     saves: list[PageCopy] = []
     loads: list[PageCopy] = []
 
+    @property
+    def kind(self) -> StepKind:
+        """The kind of step, which decides what kind of program computes it."""
+        if self.num_decodes == len(self.chunks):
+            return "verify" if self.num_drafts else "decode"
+        if any(chunk.logits > 1 or chunk.target is not None for chunk in self.chunks[self.num_decodes :]):
+            return "prompt_logprobs"
+        return "mixed"
+
+    def size(self, num_ranks: int) -> int:
+        """Return the size of the fullest rank, by which all ranks choose their program: rows if all decode without
+        drafts, else tokens."""
+        return self.max_rank_rows(num_ranks) if self.kind == "decode" else self.max_rank_tokens(num_ranks)
+
     def max_rank_rows(self, num_ranks: int) -> int:
-        """Return the largest number of chunks of a rank: all ranks run a program that holds that many."""
+        """Return the largest number of chunks of a rank."""
         if num_ranks == 1:
             return len(self.chunks)
         return max(Counter(chunk.rank for chunk in self.chunks).values(), default=0)
@@ -170,7 +189,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     `draft_buckets` are row counts of steps that make drafts, and `draft_read_buckets` token counts of those that read
     tokens; drafting itself reads the last `max_unread` tokens of a sequence. A sequence of more than `rotation_length`
     tokens has another rotary embedding than a shorter one, from its first token on. Programs that draw within a
-    grammar have at least `smallest_draw` rows.
+    grammar have at least `smallest_draw` rows. `vocab_size` is that of the programs, with padding.
     """
 
     num_slots: int
@@ -190,6 +209,20 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     draft_read_buckets: tuple[int, ...] = ()
     max_unread: int = 2
     smallest_draw: int = 1
+    vocab_size: int = 0
+
+    def buckets(self, kind: StepKind) -> tuple[int, ...]:
+        """Return the sizes of the programs of a kind of step: rows of decodes, else tokens."""
+        if kind == "decode":
+            return self.decode_buckets
+        if kind == "verify":
+            return self.verify_buckets
+        return self.token_buckets if kind == "mixed" else (self.prompt_logprob_tokens,)
+
+    def bucket(self, kind: StepKind, size: int) -> int:
+        """Return the smallest program of a kind that holds `size`; the caller makes sure that one does."""
+        buckets = self.buckets(kind)
+        return buckets[bisect.bisect_left(buckets, size)]
 
     @property
     def verifies_beside_prompts(self) -> bool:

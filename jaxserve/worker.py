@@ -94,7 +94,6 @@ def build_engine(config: EngineConfig, nodes: ProcessGroup | None = None) -> tup
     elsewhere = int if nodes is None else lambda: nodes.peer_compiles
     executor = DeviceExecutor(
         *(calls, parts.deployment.capacity, timeline, parts.programs.substitute, elsewhere),
-        vocab_size=parts.deployment.model.padded_vocab_size,
         calculates_kv_scales=config.calculate_kv_scales,
         expert_tokens=_expert_tokens(parts.deployment),
     )

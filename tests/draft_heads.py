@@ -20,9 +20,8 @@ from jaxserve.layers.batch import Beside, TokenBatch
 from jaxserve.models.draft_heads import mtp
 from jaxserve.models.registry import family, parse_draft_head, parse_model_config
 from jaxserve.runtime.devices.mesh import partitions
-from jaxserve.runtime.programs.program_set import ProgramKey
 from jaxserve.runtime.sizing.deployment import Deployment
-from jaxserve.runtime.speculation.draft_model import DraftKey
+from jaxserve.runtime.step.program import ProgramKey
 from jaxserve.step_plan import StepPlan
 from pallas_kernels.paged_attention import REFERENCE, PagedKV
 from tests.models.forward import PAGE_SIZE, cpu_mesh
@@ -161,18 +160,18 @@ class WatchedDrafts:
         self.made: list[tuple[str, tuple[int, ...], list[int]]] = []
         executor = loop._executor
         self._commands = executor._commands  # type: ignore[attr-defined]
-        self._dispatch, self._step = executor.dispatch, self._commands.step
+        self._dispatch, self._run = executor.dispatch, self._commands.run
         self._plan: StepPlan | None = None
         executor.dispatch = self._remember  # type: ignore[method-assign]
-        self._commands.step = self._watch
+        self._commands.run = self._watch
 
     def _remember(self, plan: StepPlan) -> object:
         self._plan = plan
         return self._dispatch(plan)
 
-    def _watch(self, key: ProgramKey, packed: np.ndarray) -> Any:
-        output = self._step(key, packed)
-        if isinstance(key, DraftKey) and key.kind == "draft":
+    def _watch(self, key: ProgramKey, packed: np.ndarray, *rows: Any) -> Any:
+        output = self._run(key, packed, *rows)
+        if key.kind == "draft":
             assert self._plan is not None
             leaves = self._commands._state
             by_slot = [leaf for leaf in leaves if leaf.ndim == 2 and leaf.dtype == np.int32]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
 from jaxserve.engine.core.loop import EngineLoop
 from jaxserve.engine.speculation.speculation import Drafting, Speculation
-from jaxserve.runtime.programs.program_set import ProgramKey
-from jaxserve.runtime.step.batch import StepKey
+from jaxserve.runtime.step.program import ProgramKey
 from jaxserve.runtime.step.step import StepOutput
 from jaxserve.step_plan import Capacity, StepPlan
 
@@ -50,17 +50,17 @@ class ForcedDrafts:
         self._plan: StepPlan | None = None
         executor = loop._executor
         self._commands = executor._commands  # type: ignore[attr-defined]
-        self._dispatch, self._step = executor.dispatch, self._commands.step
+        self._dispatch, self._run = executor.dispatch, self._commands.run
         executor.dispatch = self._remember  # type: ignore[method-assign]
-        self._commands.step = self._force
+        self._commands.run = self._force
         draft_any_lengths(loop, rng)
 
     def _remember(self, plan: StepPlan) -> object:
         self._plan = plan
         return self._dispatch(plan)
 
-    def _force(self, key: ProgramKey, packed: np.ndarray) -> StepOutput:
-        if isinstance(key, StepKey) and key.kind == "verify":
+    def _force(self, key: ProgramKey, packed: np.ndarray, *rows: Any) -> StepOutput:
+        if key.kind == "verify":
             leaves = list(self._commands._state)
             by_slot = [leaf for leaf in leaves if leaf.ndim == 2 and leaf.dtype == np.int32]
             tokens, counts, computed = (np.array(x) for x in (*leaves[self._tokens :][:2], by_slot[1]))
@@ -75,7 +75,7 @@ class ForcedDrafts:
             for where, values in ((self._tokens, tokens), (self._tokens + 1, counts)):
                 leaves[where] = jax.device_put(values, leaves[where].sharding)
             self._commands._state = tuple(leaves)
-        return self._step(key, packed)
+        return self._run(key, packed, *rows)
 
 
 def draft_any_lengths(loop: EngineLoop, rng: random.Random) -> AnyLengths:

@@ -40,11 +40,11 @@ from jaxserve.models.registry import family, parse_model_config
 from jaxserve.runtime.devices.device import DeviceFacts
 from jaxserve.runtime.devices.mesh import shardings
 from jaxserve.runtime.execution import executor
-from jaxserve.runtime.programs.builder import step_keys
+from jaxserve.runtime.programs.table import step_keys
 from jaxserve.runtime.sizing.deployment import deploy
 from jaxserve.runtime.step import batch as batches
-from jaxserve.runtime.step.batch import StepKey
-from jaxserve.runtime.step.draw import DrawKey, draw_keys
+from jaxserve.runtime.step.draw import DRAW
+from jaxserve.runtime.step.program import ProgramKey
 from jaxserve.step_plan import Capacity, Draw, SlotOpen, StepPlan
 from jaxserve.text.grammars.vocabulary import load_vocabulary
 from jaxserve.text.tokenizers.tokenizer import Tokenizer
@@ -731,22 +731,22 @@ def test_a_prompt_scored_without_output(build: Build, name: str, length: int) ->
 def test_nothing_compiles_once_the_engine_is_ready(
     build: Build, monkeypatch: pytest.MonkeyPatch, name: str, counts: tuple[int, ...], lengths: tuple[int, ...]
 ) -> None:
-    used: set[StepKey | DrawKey] = set()
+    used: set[ProgramKey] = set()
     choose, pack = batches.choose_program, executor.pack_draws
 
-    def record(plan: StepPlan, capacity: Capacity) -> StepKey:
+    def record(plan: StepPlan, capacity: Capacity) -> ProgramKey:
         key = choose(plan, capacity)
         used.add(key)
         closed.update(step_keys(capacity))
         return key
 
-    def record_draws(draws: list[Draw], capacity: Capacity, vocab_size: int) -> tuple[DrawKey, np.ndarray, list[int]]:
-        packed = pack(draws, capacity, vocab_size)
+    def record_draws(draws: list[Draw], capacity: Capacity) -> tuple[ProgramKey, np.ndarray, list[int]]:
+        packed = pack(draws, capacity)
         used.add(packed[0])
-        closed.update(draw_keys(capacity))
+        closed.update(DRAW.keys(capacity))
         return packed
 
-    closed: set[StepKey | DrawKey] = set()
+    closed: set[ProgramKey] = set()
     monkeypatch.setattr(batches, "choose_program", record)
     monkeypatch.setattr(executor, "pack_draws", record_draws)
     loop, info = build(name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 import tempfile
 import time
 from collections.abc import Sequence
@@ -21,9 +20,9 @@ from jaxserve.cli.common.table import format_table
 from jaxserve.config.schema import EngineConfig
 from jaxserve.engine.client import InProcessEngine
 from jaxserve.runtime.devices.device import facts_of_device
-from jaxserve.runtime.programs.program_set import ProgramKey
 from jaxserve.runtime.sizing import aot
 from jaxserve.runtime.sizing.deployment import Deployment, deploy, read_model
+from jaxserve.runtime.step.program import ProgramKey
 
 # (prompt tokens, output tokens, requests), the most telling first; likewise (rows, tokens of each) of decode steps.
 _WORKLOADS = ((1000, 1000, 512), (128, 128, 1024), (2048, 128, 512))
@@ -133,8 +132,8 @@ def compile_for(target: str) -> bool:
 
 def _extremes(keys: Sequence[ProgramKey]) -> list[ProgramKey]:
     """Return the smallest and the largest program of each kind."""
-    ascending = sorted((key for key in keys if not isinstance(key, str)), key=lambda key: key.size)
-    by_kind = [(re.sub(r"\d+", "", str(key)), key) for key in ascending]
+    ascending = sorted((key for key in keys if key.size), key=lambda key: key.size)
+    by_kind = [((key.kind, key.greedy), key) for key in ascending]
     return list({*dict(by_kind).values(), *dict(reversed(by_kind)).values()})
 
 

@@ -25,12 +25,12 @@ from jaxserve.runtime.devices.mesh import make_mesh, shardings
 from jaxserve.runtime.execution.device_commands import LocalCommands
 from jaxserve.runtime.execution.executor import DeviceExecutor
 from jaxserve.runtime.programs.autotune_cache import autotune_folder, autotune_options
-from jaxserve.runtime.programs.builder import UPDATE_KEY, ProgramBuilder, compiler_options
+from jaxserve.runtime.programs.builder import ProgramBuilder, compiler_options
 from jaxserve.runtime.programs.cost import ProgramCost
 from jaxserve.runtime.programs.inspection import attached_cost
-from jaxserve.runtime.programs.program_set import ProgramKey
 from jaxserve.runtime.sizing.deployment import Deployment, deploy
-from jaxserve.runtime.step.batch import StepKey
+from jaxserve.runtime.step.program import ProgramKey
+from jaxserve.runtime.step.slot_update import UPDATE_KEY
 from jaxserve.runtime.step.state import make_state
 from jaxserve.step_plan import Chunk, SlotOpen, StepPlan
 from jaxserve.weights.dummy import dummy_params
@@ -57,7 +57,7 @@ def steps(run: SectionRun) -> None:
     device = attach(config)[0]
     made = deploy(config, parse_model_config(config_of(MODEL, run.tiny)), facts_of_device(device))
     builder = made.builder(make_mesh([device]))
-    keys = [StepKey("decode", rows, False), StepKey("mixed", chunk, False)]
+    keys = [ProgramKey("decode", rows, False), ProgramKey("mixed", chunk, False)]
     programs = _compile(run, builder, keys, device)
     update = builder.lower(UPDATE_KEY).compile()
     where = shardings(builder.mesh, made.params)
@@ -74,8 +74,8 @@ def steps(run: SectionRun) -> None:
 
 
 def _compile(
-    run: SectionRun, builder: ProgramBuilder, keys: list[StepKey], device: Any
-) -> dict[tuple[str, StepKey], jax.stages.Compiled]:
+    run: SectionRun, builder: ProgramBuilder, keys: list[ProgramKey], device: Any
+) -> dict[tuple[str, ProgramKey], jax.stages.Compiled]:
     """Compile the variants in order while there is time; XLA tunes each product only once."""
     own = compiler_options(builder.mesh, 1) | autotune_options(autotune_folder(device, run.cache))
     until = run.left * (1 - _COMPILE_SHARE)
@@ -105,7 +105,7 @@ def _measure(
     run: SectionRun,
     executor: DeviceExecutor,
     made: Deployment,
-    key: StepKey,
+    key: ProgramKey,
     name: str,
     context: int,
     cost: ProgramCost,

@@ -17,7 +17,8 @@ from jaxserve.runtime.devices.device import facts_of_device
 from jaxserve.runtime.devices.mesh import make_mesh, shardings
 from jaxserve.runtime.programs.builder import ProgramBuilder, leaves_of
 from jaxserve.runtime.sizing.deployment import Deployment, deploy
-from jaxserve.runtime.step.batch import StepKey, step_packing, step_shape
+from jaxserve.runtime.step.batch import step_packing, step_shape
+from jaxserve.runtime.step.program import ProgramKey
 from jaxserve.runtime.step.state import make_state
 
 
@@ -38,7 +39,7 @@ def dispatch(run: SectionRun) -> None:
 def _measure(
     made: Deployment, builder: ProgramBuilder, options: dict[str, Any] | None, *, calls: int
 ) -> tuple[float, float]:
-    key = StepKey("decode", 8, True)
+    key = ProgramKey("decode", 8, True)
     program = builder.lower(key).compile(options)
     where = shardings(builder.mesh, made.params)
     params = leaves_of(jax.tree.map(lambda s, at: jnp.zeros(s.shape, s.dtype, device=at), made.params, where))

@@ -11,7 +11,7 @@ import pytest
 
 from jaxserve.runtime.devices.mesh import device_bytes
 from jaxserve.runtime.programs.inspection import compile_and_inspect
-from jaxserve.runtime.step.batch import StepKey
+from jaxserve.runtime.step.program import ProgramKey
 from tests.aot.deployments import DECODE_ROWS, MIXED_TOKENS, deployment
 from tests.models.hub_configs import GEMMA_3_27B, GEMMA_4_31B, GEMMA_4_E2B, OLMO_2_32B, PHI_4
 from tests.selection import grid
@@ -30,14 +30,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "OLMo-2-32B": {**OLMO_2_32B, "num_hidden_layers": 1},
 }
 KERNELS = {"nvidia-h200": "triton", "tpu-v6e": "mosaic tpu"}
-DECODE, MIXED = StepKey("decode", DECODE_ROWS, True), StepKey("mixed", MIXED_TOKENS, False)
+DECODE, MIXED = ProgramKey("decode", DECODE_ROWS, True), ProgramKey("mixed", MIXED_TOKENS, False)
 CASES = [(target, model, key) for target in KERNELS for model in MODELS for key in (DECODE, MIXED)]
 SLOW = {("tpu-v6e", model, MIXED) for model in ("Phi-4", "Gemma-4-31B", "Gemma-4-E2B")}
 """Their samplers sort for half a minute, as the others' do; Phi-4's layers are the simplest, Gemma 4's take minutes."""
 
 
 @pytest.mark.parametrize(("target", "model", "key"), grid(CASES, lambda case: case not in SLOW), ids=str)
-def test_a_familys_program_compiles_and_leaves_the_pool_in_place(target: str, model: str, key: StepKey) -> None:
+def test_a_familys_program_compiles_and_leaves_the_pool_in_place(target: str, model: str, key: ProgramKey) -> None:
     builder = deployment(target, MODELS[model], tensor=1)
     read, _ = compile_and_inspect(builder, key)
     assert read.fault is None

@@ -9,10 +9,11 @@ import jax
 import pytest
 
 from jaxserve.runtime.devices.mesh import device_bytes
-from jaxserve.runtime.programs.builder import UPDATE_KEY, read_key, write_key
 from jaxserve.runtime.programs.inspection import compile_and_inspect
-from jaxserve.runtime.programs.program_set import ProgramKey
-from jaxserve.runtime.step.batch import StepKey
+from jaxserve.runtime.programs.table import KINDS
+from jaxserve.runtime.step.page_copies import read_key, write_key
+from jaxserve.runtime.step.program import ProgramKey
+from jaxserve.runtime.step.slot_update import UPDATE_KEY
 from tests.aot.conftest import Row
 from tests.aot.deployments import DECODE_ROWS, LLAMA_8B_TWO_LAYERS, MIXED_TOKENS, deployment
 from tests.models.hub_configs import GEMMA_3_27B
@@ -30,14 +31,14 @@ MODELS: dict[str, dict[str, Any]] = {
     MISTRAL: {**LLAMA_8B_TWO_LAYERS, "architectures": ["MistralForCausalLM"], "sliding_window": 4096}
     | {"vocab_size": 32000, "max_position_embeddings": 32768, "rope_theta": 10000.0, "rope_scaling": None},
 }
-DECODE, MIXED = StepKey("decode", DECODE_ROWS, True), StepKey("mixed", MIXED_TOKENS, False)
+DECODE, MIXED = ProgramKey("decode", DECODE_ROWS, True), ProgramKey("mixed", MIXED_TOKENS, False)
 COPIES = [key(group) for key in (read_key, write_key) for group in (0, 1)]
 KEYS: list[ProgramKey] = [UPDATE_KEY, DECODE, MIXED, *COPIES]
 CASES = [(target, model, key) for target in ("nvidia-h200", "tpu-v6e") for model in MODELS for key in KEYS]
 
 
 @pytest.mark.parametrize(
-    ("target", "model", "key"), grid(CASES, lambda case: case[1] == GEMMA and isinstance(case[2], StepKey)), ids=str
+    ("target", "model", "key"), grid(CASES, lambda case: case[1] == GEMMA and KINDS[case[2].kind].is_step), ids=str
 )
 def test_a_program_leaves_both_pools_in_place(
     target: str, model: str, key: ProgramKey, report: Callable[[Row], None]
@@ -51,6 +52,6 @@ def test_a_program_leaves_both_pools_in_place(
     assert read.fault is None
     assert read.unread is None
     assert read.alias_bytes >= device_bytes(builder.state_specs, builder.mesh.shape)
-    if not isinstance(key, StepKey):  # a step's activations are larger than the pool of a window
+    if not KINDS[key.kind].is_step:  # a step's activations are larger than the pool of a window
         sizes = (device_bytes(array, builder.mesh.shape) for array in jax.tree.leaves(pools))
         assert read.temp_bytes < min(size for size in sizes if size)

@@ -20,23 +20,20 @@ from jaxserve.runtime.devices.target import load_target
 from jaxserve.runtime.devices.topology import target_mesh
 from jaxserve.runtime.programs.cost import ProgramCost
 from jaxserve.runtime.programs.inspection import ProgramReport, compile_and_inspect
-from jaxserve.runtime.programs.program_set import ProgramKey
 from jaxserve.runtime.sizing.deployment import Deployment, deploy
 from jaxserve.runtime.sizing.prediction import predict
-from jaxserve.runtime.speculation.draft_model import DraftKey
-from jaxserve.runtime.step.batch import StepKey
-from jaxserve.runtime.step.draw import DrawKey
+from jaxserve.runtime.step.program import ProgramKey
 from tests.aot.deployments import LLAMA_8B_TWO_LAYERS
 from tests.selection import grid
 
 pytestmark = pytest.mark.aot
 
-GREEDY, FULL = StepKey("decode", 64, True), StepKey("decode", 64, False)
-MIXED = StepKey("mixed", 2048, False)
-PROMPT_LOGPROBS = StepKey("prompt_logprobs", 512, False)
-VERIFY = StepKey("verify", 64, False)
-DRAW = DrawKey(8)
-KEYS = (GREEDY, FULL, MIXED, PROMPT_LOGPROBS, VERIFY, DRAW, "update")
+GREEDY, FULL = ProgramKey("decode", 64, True), ProgramKey("decode", 64, False)
+MIXED = ProgramKey("mixed", 2048, False)
+PROMPT_LOGPROBS = ProgramKey("prompt_logprobs", 512, False)
+VERIFY = ProgramKey("verify", 64, False)
+DRAW = ProgramKey("draw", 8)
+KEYS = (GREEDY, FULL, MIXED, PROMPT_LOGPROBS, VERIFY, DRAW, ProgramKey("update"))
 TARGETS = ("nvidia-h200", "nvidia-a100-80", "nvidia-l4", "nvidia-b200")
 # Four products, two norms, the kernel of new tokens, attention to all tokens, and that between the MLP's products;
 # a mixed step has a kernel for decodes and one for chunks.
@@ -44,7 +41,7 @@ TARGETS = ("nvidia-h200", "nvidia-a100-80", "nvidia-l4", "nvidia-b200")
 LAUNCHES_A_LAYER = {GREEDY: 9, VERIFY: 9, MIXED: 10}
 
 QUICK = {
-    ("nvidia-h200", 1): (FULL, MIXED, PROMPT_LOGPROBS, VERIFY, DRAW, "update"),
+    ("nvidia-h200", 1): (FULL, MIXED, PROMPT_LOGPROBS, VERIFY, DRAW, ProgramKey("update")),
     ("nvidia-h200", 4): (FULL, DRAW),
     ("nvidia-a100-80", 1): (FULL,),
     ("nvidia-l4", 1): (MIXED,),
@@ -91,13 +88,13 @@ def test_a_step_is_one_command_buffer_and_never_waits_for_the_host(target: str, 
 
 
 @pytest.mark.parametrize("key", LAUNCHES_A_LAYER, ids=str)
-def test_launches_of_a_layer(key: StepKey) -> None:
+def test_launches_of_a_layer(key: ProgramKey) -> None:
     two, three = (compiled("nvidia-h200", 1, layers, key)[1].launches for layers in (2, 3))
     assert three - two <= LAUNCHES_A_LAYER[key]
 
 
 @pytest.mark.parametrize("key", [GREEDY, FULL], ids=str)
-def test_a_decode_step_is_near_its_roofline(key: StepKey) -> None:
+def test_a_decode_step_is_near_its_roofline(key: ProgramKey) -> None:
     _, cost, _ = compiled("nvidia-h200", 1, 32, key)
     predicted = predict(deployed("nvidia-h200", 1, 32), load_target("nvidia-h200"), key, cost)
     assert predicted.seconds <= 1.15 * predicted.limit
@@ -113,9 +110,9 @@ MADE_BY = grid(
         (target, method, key)
         for target in ("nvidia-h200", "tpu-v6e")
         for method in DRAFTS
-        for key in (DraftKey("draft", 64), DraftKey("read", 256), VERIFY, FULL)
+        for key in (ProgramKey("draft", 64), ProgramKey("draft_read", 256), VERIFY, FULL)
     ),
-    lambda case: case[2] == DraftKey("draft", 64) or case[1:] == ("eagle3", VERIFY),
+    lambda case: case[2] == ProgramKey("draft", 64) or case[1:] == ("eagle3", VERIFY),
 )
 
 

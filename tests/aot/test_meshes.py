@@ -12,20 +12,19 @@ from typing import Any
 import pytest
 
 from jaxserve.runtime.devices.mesh import device_bytes
-from jaxserve.runtime.programs.builder import ADJUST_KEY, UPDATE_KEY
 from jaxserve.runtime.programs.hlo import instructions
 from jaxserve.runtime.programs.inspection import compile_and_inspect
-from jaxserve.runtime.programs.program_set import ProgramKey
 from jaxserve.runtime.sizing.memory import usable_bytes
-from jaxserve.runtime.step.batch import StepKey
+from jaxserve.runtime.step.program import ProgramKey
+from jaxserve.runtime.step.slot_update import ADJUST_KEY, UPDATE_KEY
 from tests.aot.conftest import Row
 from tests.aot.deployments import DECODE_ROWS, LLAMA_70B, MIXED_TOKENS, deployed, deployment
 from tests.selection import grid
 
 pytestmark = pytest.mark.aot
 
-GREEDY, DRAWN = StepKey("decode", DECODE_ROWS, True), StepKey("decode", DECODE_ROWS, False)
-MIXED = StepKey("mixed", MIXED_TOKENS, False)
+GREEDY, DRAWN = ProgramKey("decode", DECODE_ROWS, True), ProgramKey("decode", DECODE_ROWS, False)
+MIXED = ProgramKey("mixed", MIXED_TOKENS, False)
 LAYERS = 2
 MESHES = [("nvidia-h200", 1, 8), ("nvidia-h200", 2, 4), ("tpu-v6e", 1, 8)]
 

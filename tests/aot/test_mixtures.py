@@ -20,14 +20,14 @@ from jaxserve.runtime.programs.hlo import instructions
 from jaxserve.runtime.programs.inspection import ProgramReport, compile_and_inspect
 from jaxserve.runtime.sizing.deployment import Deployment, deploy
 from jaxserve.runtime.sizing.memory import usable_bytes
-from jaxserve.runtime.step.batch import StepKey
+from jaxserve.runtime.step.program import ProgramKey
 from tests.aot.conftest import Row
 from tests.models.hub_mixtures import MIXTURES
 from tests.selection import grid
 
 pytestmark = pytest.mark.aot
 
-GREEDY, MIXED = StepKey("decode", 64, True), StepKey("mixed", 2048, False)
+GREEDY, MIXED = ProgramKey("decode", 64, True), ProgramKey("mixed", 2048, False)
 QWEN_30B, QWEN_235B, GPT_OSS = "Qwen3-30B-A3B", "Qwen3-235B-A22B", "gpt-oss-120b"
 LAYERS = 2
 # Attention as in a dense model (6), then: the norm, the router, its choice, the sort, two products, the sum, and two of
@@ -50,7 +50,7 @@ def deployed(target: str, name: str, layers: int | None = LAYERS, **mesh: Any) -
     return deploy(config, parse_model_config(raw), facts_of_target(target))
 
 
-def compiled(target: str, name: str, key: StepKey, layers: int = LAYERS, **mesh: Any) -> tuple[ProgramReport, str]:
+def compiled(target: str, name: str, key: ProgramKey, layers: int = LAYERS, **mesh: Any) -> tuple[ProgramReport, str]:
     made = deployed(target, name, layers, **mesh)
     builder = made.builder(target_mesh(target, **made.mesh_sizes))
     report, program = compile_and_inspect(builder, key)
@@ -100,7 +100,7 @@ QUICK = (
 def test_programs(
     target: str,
     name: str,
-    key: StepKey,
+    key: ProgramKey,
     mesh: dict[str, Any],
     report: Callable[[Row], None],
     compared_with: Callable[[Any], None],

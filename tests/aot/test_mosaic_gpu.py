@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from jaxserve.runtime.devices.topology import target_mesh
-from jaxserve.runtime.step.batch import StepKey
+from jaxserve.runtime.step.program import ProgramKey
 from tests.aot.conftest import Row
 from tests.aot.deployments import LLAMA_8B_TWO_LAYERS, deployment
 from tests.aot.kernels import FP8, POOL_BYTES, checked_kernels, compile_attention
@@ -123,15 +123,15 @@ def test_a_variant_compiles_without_spills(
     ("tensor", "key", "kv"),
     grid(
         [
-            (1, StepKey("mixed", 2048, False), "auto"),
-            (4, StepKey("decode", 64, True), "auto"),
-            (1, StepKey("mixed", 2048, False), "fp8"),
+            (1, ProgramKey("mixed", 2048, False), "auto"),
+            (4, ProgramKey("decode", 64, True), "auto"),
+            (1, ProgramKey("mixed", 2048, False), "fp8"),
         ],
         lambda case: case[0] == 4,
     ),
 )
 def test_a_step_has_its_kernels_and_leaves_the_pool_in_place(
-    tensor: int, key: StepKey, kv: str, report: Callable[[Row], None]
+    tensor: int, key: ProgramKey, kv: str, report: Callable[[Row], None]
 ) -> None:
     """Several layers write into one pool and read from it, one after another."""
     builder = deployment("nvidia-h200", LLAMA_8B_TWO_LAYERS, tensor=tensor, attention="mosaic_gpu", kv=kv)

@@ -12,21 +12,21 @@ from collections.abc import Callable
 import pytest
 
 from jaxserve.runtime.devices.mesh import device_bytes
-from jaxserve.runtime.programs.builder import ADJUST_KEY, UPDATE_KEY, read_key, write_key
 from jaxserve.runtime.programs.hlo import instructions
 from jaxserve.runtime.programs.inspection import compile_and_inspect
-from jaxserve.runtime.programs.program_set import ProgramKey
-from jaxserve.runtime.step.batch import StepKey
-from jaxserve.runtime.step.draw import DrawKey
+from jaxserve.runtime.programs.table import KINDS
+from jaxserve.runtime.step.page_copies import read_key, write_key
+from jaxserve.runtime.step.program import ProgramKey
+from jaxserve.runtime.step.slot_update import ADJUST_KEY, UPDATE_KEY
 from tests.aot.conftest import Row
 from tests.aot.deployments import DECODE_ROWS, LLAMA_8B_TWO_LAYERS, MIXED_TOKENS, SMOLLM2_135M, deployment
 from tests.selection import grid
 
 pytestmark = pytest.mark.aot
 
-DECODE = StepKey("decode", DECODE_ROWS, True)
-MIXED = StepKey("mixed", MIXED_TOKENS, False)
-DRAW = DrawKey(8)
+DECODE = ProgramKey("decode", DECODE_ROWS, True)
+MIXED = ProgramKey("mixed", MIXED_TOKENS, False)
+DRAW = ProgramKey("draw", 8)
 WITHOUT_WEIGHTS = (UPDATE_KEY, ADJUST_KEY, read_key(0), write_key(0))
 MODELS = {"Llama-3.1-8B, 2 layers": LLAMA_8B_TWO_LAYERS, "SmolLM2-135M": SMOLLM2_135M}
 LLAMA, SMOLLM2 = MODELS
@@ -62,7 +62,7 @@ def test_a_program_compiles_and_leaves_the_pool_in_place(
     assert read.alias_bytes >= device_bytes(builder.state_specs, builder.mesh.shape)
     assert read.temp_bytes < device_bytes(builder.state_specs.kv[0].keys, builder.mesh.shape)
     layers = builder.context.model.num_layers
-    if isinstance(key, StepKey):
+    if KINDS[key.kind].is_step:
         kernels = {name: count for name, count in read.kernels.items() if name.endswith(f"({KERNELS[target]})")}
         assert sum(kernels.values()) >= layers, read.kernels
         calls: Counter[str] = Counter()

@@ -10,7 +10,7 @@ import pytest
 from jaxserve.runtime.devices.mesh import device_bytes
 from jaxserve.runtime.programs.hlo import instructions
 from jaxserve.runtime.programs.inspection import compile_and_inspect
-from jaxserve.runtime.step.batch import StepKey
+from jaxserve.runtime.step.program import ProgramKey
 from tests.aot.conftest import Row
 from tests.aot.deployments import DECODE_ROWS, LLAMA_8B_TWO_LAYERS, MIXED_TOKENS, deployed
 from tests.aot.deployments import target_mesh as mesh_of
@@ -18,7 +18,7 @@ from tests.selection import grid
 
 pytestmark = pytest.mark.aot
 
-DECODE, MIXED = StepKey("decode", DECODE_ROWS, True), StepKey("mixed", MIXED_TOKENS, False)
+DECODE, MIXED = ProgramKey("decode", DECODE_ROWS, True), ProgramKey("mixed", MIXED_TOKENS, False)
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}
 CUBLAS, TRITON = "cublas lt matmul f8", "quantized_matmul (triton)"
@@ -38,7 +38,7 @@ OUTPUT_BYTES = 4096 * 4096 * 2
     ("name", "key"), grid(CASES, lambda case: case in (("fp8", DECODE), ("awq", DECODE), ("awq", MIXED))), ids=str
 )
 def test_a_step_multiplies_by_weights_as_they_are_stored(
-    name: str, key: StepKey, report: Callable[[Row], None]
+    name: str, key: ProgramKey, report: Callable[[Row], None]
 ) -> None:
     quantization, kernel = FORMATS[name]
     made = deployed("nvidia-h200", {**LLAMA_8B_TWO_LAYERS, "quantization_config": quantization}, tensor=1)
@@ -80,7 +80,7 @@ def test_a_step_has_few_launches_more_than_in_16_bits(name: str, rows: int) -> N
         extra = {} if quantization is None else {"quantization_config": quantization}
         made = deployed("nvidia-h200", {**LLAMA_8B_TWO_LAYERS, **extra}, tensor=1)
         builder = made.builder(mesh_of("nvidia-h200", tensor=1, data=1))
-        _, compiled = compile_and_inspect(builder, StepKey("decode", rows, True))
+        _, compiled = compile_and_inspect(builder, ProgramKey("decode", rows, True))
         assert compiled is not None
         counts.append(sum(one.opcode in ("fusion", "custom-call", "copy") for one in instructions(compiled.as_text())))
     assert counts[1] - counts[0] <= ADDED[name, rows] * LAYERS, counts

@@ -19,15 +19,16 @@ from jaxserve.models.registry import family
 from jaxserve.runtime.devices.device import DeviceFacts
 from jaxserve.runtime.devices.mesh import make_mesh, shardings
 from jaxserve.runtime.execution.host_pool import HostPool
-from jaxserve.runtime.programs.builder import ADJUST_KEY, KV_SCALES_KEY, UPDATE_KEY, ProgramBuilder, read_key, write_key
+from jaxserve.runtime.programs.builder import ProgramBuilder
 from jaxserve.runtime.programs.hlo import instructions
 from jaxserve.runtime.sizing.deployment import deploy
 from jaxserve.runtime.step import sampling
-from jaxserve.runtime.step.batch import StepKey, pack_step, step_shape
-from jaxserve.runtime.step.kv_scales import pack_prompts
-from jaxserve.runtime.step.page_copies import PAGES_PER_COPY, row_specs
+from jaxserve.runtime.step.batch import pack_step, step_shape
+from jaxserve.runtime.step.kv_scales import KV_SCALES_KEY, pack_prompts
+from jaxserve.runtime.step.page_copies import PAGES_PER_COPY, read_key, row_specs, write_key
+from jaxserve.runtime.step.program import ProgramKey, StepContext
+from jaxserve.runtime.step.slot_update import ADJUST_KEY, UPDATE_KEY
 from jaxserve.runtime.step.state import make_state, state_specs
-from jaxserve.runtime.step.step import StepContext
 from jaxserve.step_plan import StepPlan, WindowGroup
 from jaxserve.weights.dummy import dummy_params
 from pallas_kernels.paged_attention import REFERENCE, KernelTarget
@@ -58,15 +59,15 @@ def run(tensor: int) -> list[np.ndarray]:
     state = open_slots({key: builder.compile(key) for key in (UPDATE_KEY, ADJUST_KEY)}, state, *opens)
     chunks = [prefill(slot, 0, prompt, (slot,), logits=len(prompt)) for slot, prompt in enumerate(prompts)]
     plan = StepPlan(opens=[], chunks=chunks, closes=[], num_decodes=0, greedy=False)
-    key = StepKey("prompt_logprobs", 16, False)
+    key = ProgramKey("prompt_logprobs", 16, False)
     packed = pack_step(plan, step_shape(key, capacity), capacity)
     state, output = on_trees(builder.compile(key))(params, state, packed)
     pages = np.full((2, 1, PAGES_PER_COPY), -1, np.int32)
     pages[:, 0, :2] = [0, 2], [9, 7]
     host = HostPool(row_specs(own_specs, 0), 2)
-    state, rows = on_trees(builder.compile(read_key(0)))(state, pages[0])
+    state, rows = on_trees(builder.compile(read_key(0)))((), state, pages[0])
     host.store([[1, 0]], rows)
-    state = on_trees(builder.compile(write_key(0)))(state, pages[1], host.fetch([[1, 0]]))
+    state, _ = on_trees(builder.compile(write_key(0)))((), state, pages[1], *host.fetch([[1, 0]]))
     keys = np.asarray(state.kv[0].keys)
     np.testing.assert_array_equal(keys[:, :, [9, 7]], keys[:, :, [0, 2]])
     tokens = sum(map(len, prompts))
@@ -120,8 +121,8 @@ def empty_group() -> None:
     builder = ProgramBuilder(StepContext(config, REFERENCE, 2), capacity, mesh, abstract, own_specs)
     for key in (UPDATE_KEY, write_key(0)):
         compiled = builder.compile(key)
-        state, *_ = compiled.input_shardings[0]
-        for taken, returned, array in zip(state, compiled.output_shardings, jax.tree.leaves(own_specs), strict=True):
+        _, state, *_ = compiled.input_shardings[0]
+        for taken, returned, array in zip(state, compiled.output_shardings[0], jax.tree.leaves(own_specs), strict=True):
             assert taken.is_equivalent_to(returned, len(array.shape)), array
 
 
@@ -185,7 +186,7 @@ def collectives() -> None:
     made = deploy(config, model(), device)
     builder = made.builder(make_mesh(jax.devices(), data=2, tensor=2))
     layers = made.model.num_layers
-    greedy, full = (_collectives(builder, StepKey("decode", 4, greedy)) for greedy in (True, False))
+    greedy, full = (_collectives(builder, ProgramKey("decode", 4, greedy)) for greedy in (True, False))
     # One after attention and one after the MLP of each layer, one after the embedding, two for the likeliest token.
     assert [opcode for opcode, _ in greedy] == ["all-reduce"] * (2 * layers + 3), greedy
     shard = 4 * made.model.vocab_size // 2
@@ -196,7 +197,7 @@ def collectives() -> None:
     assert max(elements for opcode, elements in full if opcode == "all-reduce") < shard, full
 
 
-def _collectives(builder: ProgramBuilder, key: StepKey) -> list[tuple[str, int]]:
+def _collectives(builder: ProgramBuilder, key: ProgramKey) -> list[tuple[str, int]]:
     found = instructions(builder.compile(key).as_text())
     return [(one.opcode, one.elements) for one in found if one.opcode.startswith(("all-", "reduce-scatter", "coll"))]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,10 +14,10 @@ from jaxserve.api_types import SamplingParams
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.registry import family, parse_model_config
 from jaxserve.runtime.devices.mesh import make_mesh, shardings
-from jaxserve.runtime.programs.builder import ADJUST_KEY, UPDATE_KEY, ProgramBuilder, leaves_of
-from jaxserve.runtime.step.slot_update import pack_adjustments, pack_updates
+from jaxserve.runtime.programs.builder import ProgramBuilder, leaves_of
+from jaxserve.runtime.step.program import StepContext
+from jaxserve.runtime.step.slot_update import ADJUST_KEY, UPDATE_KEY, pack_adjustments, pack_updates
 from jaxserve.runtime.step.state import DeviceState, make_state, state_specs
-from jaxserve.runtime.step.step import StepContext
 from jaxserve.step_plan import Capacity, Chunk, SlotOpen
 from jaxserve.weights.dummy import dummy_params
 from pallas_kernels.paged_attention import REFERENCE
@@ -68,14 +67,14 @@ def params() -> Any:
 
 
 def on_trees(program: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a compiled program as a function of weights and state, rather than of their leaves."""
+    """Return a compiled program as a function `(weights, state, packed, *rows) -> (state, output)` of trees.
 
-    def call(*arguments: Any) -> Any:
-        [structure] = [jax.tree.structure(given) for given in arguments if isinstance(given, DeviceState)]
-        result = program(*(leaves_of(given) if dataclasses.is_dataclass(given) else given for given in arguments))
-        if len(result) == structure.num_leaves:
-            return structure.unflatten(result)
-        return structure.unflatten(result[0]), result[1]
+    Weights are () for a program that takes none.
+    """
+
+    def call(params: Any, state: DeviceState, *more: Any) -> tuple[DeviceState, Any]:
+        leaves, output = program(leaves_of(params), leaves_of(state), *more)
+        return jax.tree.structure(state).unflatten(leaves), output
 
     return call
 
@@ -86,7 +85,7 @@ def open_slots(
     """Open slots of one rank by compiled programs."""
     for key, vectors in ((UPDATE_KEY, pack_updates(opens, capacity)), (ADJUST_KEY, pack_adjustments(opens))):
         for vector in vectors:
-            state = on_trees(programs[key])(state, vector[None])
+            state, _ = on_trees(programs[key])((), state, vector[None])
     return state
 
 

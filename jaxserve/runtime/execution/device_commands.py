@@ -19,22 +19,18 @@ from jax.sharding import Mesh
 
 from jaxserve.runtime.execution.host_pool import HostPool
 from jaxserve.runtime.execution.local_shard import LocalShard, local_shard, spans_processes
-from jaxserve.runtime.programs.builder import leaves_of, read_key, write_key
-from jaxserve.runtime.programs.program_set import ProgramKey
+from jaxserve.runtime.programs.builder import leaves_of
+from jaxserve.runtime.programs.table import KINDS
+from jaxserve.runtime.step.page_copies import pack_pages, read_key, write_key
+from jaxserve.runtime.step.program import ProgramKey
 from jaxserve.runtime.step.state import ArraySpec, DeviceState
 
-Slots = list[list[int]]
+Pages = list[list[int]]
+"""Pages of the devices or slots of host memory, by rank."""
 
 
-class UpdateCommand(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Run the program of this name, which opens slots."""
-
-    program: str
-    packed: bytes
-
-
-class StepCommand(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Run the step program of this name."""
+class RunCommand(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Run the program of this name."""
 
     program: str
     packed: bytes
@@ -43,32 +39,30 @@ class StepCommand(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class SaveCommand(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Copy pages of a KV group to slots of host memory."""
 
-    packed: bytes
-    slots: Slots
     group: int
+    pages: Pages
+    slots: Pages
 
 
 class LoadCommand(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Copy slots of host memory to pages of a KV group."""
 
-    packed: bytes
-    slots: Slots
     group: int
+    pages: Pages
+    slots: Pages
 
 
-Command = UpdateCommand | StepCommand | SaveCommand | LoadCommand
+Command = RunCommand | SaveCommand | LoadCommand
 
 
 class DeviceCommands(Protocol):
-    """The commands that devices run, in the order of the calls. `packed` is `[ranks, size]`; `slots` are by rank."""
+    """The commands that devices run, in the order of the calls. `packed` is `[ranks, size]`."""
 
-    def update(self, key: str, packed: np.ndarray) -> None: ...
+    def run(self, key: ProgramKey, packed: np.ndarray) -> Any: ...
 
-    def step(self, key: ProgramKey, packed: np.ndarray) -> Any: ...
+    def save(self, group: int, pages: Pages, slots: Pages) -> None: ...
 
-    def save(self, group: int, packed: np.ndarray, slots: Slots) -> None: ...
-
-    def load(self, group: int, packed: np.ndarray, slots: Slots) -> None: ...
+    def load(self, group: int, pages: Pages, slots: Pages) -> None: ...
 
     def store_arrived(self) -> None: ...
 
@@ -94,24 +88,19 @@ class LocalCommands:
         self._mesh = mesh if mesh is not None and spans_processes(mesh) else None
         self._inputs: dict[tuple[int, ...], LocalShard] = {}
 
-    def update(self, key: str, packed: np.ndarray) -> None:
-        """Run a program that opens slots (see `slot_update`)."""
-        self._state = self._programs[key](self._state, self._input(packed))
-
-    def step(self, key: ProgramKey, packed: np.ndarray) -> Any:
-        """Start a step, or a program before it, and return its output without waiting for it."""
-        self._state, output = self._programs[key](self._params, self._state, self._input(packed))
+    def run(self, key: ProgramKey, packed: np.ndarray, *rows: Any) -> Any:
+        """Start a program and return its output without waiting for it."""
+        params = self._params if KINDS[key.kind].takes_weights else ()
+        self._state, output = self._programs[key](params, self._state, self._input(packed), *rows)
         return output
 
-    def save(self, group: int, packed: np.ndarray, slots: Slots) -> None:
+    def save(self, group: int, pages: Pages, slots: Pages) -> None:
         """Copy pages to host memory."""
-        self._state, rows = self._programs[read_key(group)](self._state, self._input(packed))
-        self._host[group].store(slots, rows)
+        self._host[group].store(slots, self.run(read_key(group), pack_pages(pages)))
 
-    def load(self, group: int, packed: np.ndarray, slots: Slots) -> None:
+    def load(self, group: int, pages: Pages, slots: Pages) -> None:
         """Copy pages back. Waits for pages that are still being copied to host memory."""
-        rows = self._host[group].fetch(slots)
-        self._state = self._programs[write_key(group)](self._state, self._input(packed), rows)
+        self.run(write_key(group), pack_pages(pages), *self._host[group].fetch(slots))
 
     def store_arrived(self) -> None:
         """Store the saved pages whose copies to the host are complete."""
@@ -136,21 +125,17 @@ class BroadcastCommands:
         self._broadcast = broadcast
         self._encode = msgspec.msgpack.Encoder().encode
 
-    def update(self, key: str, packed: np.ndarray) -> None:
-        self._broadcast(self._encode(UpdateCommand(key, packed.data)))  # type: ignore[arg-type]
-        self._commands.update(key, packed)
+    def run(self, key: ProgramKey, packed: np.ndarray) -> Any:
+        self._broadcast(self._encode(RunCommand(str(key), packed.data)))  # type: ignore[arg-type]
+        return self._commands.run(key, packed)
 
-    def step(self, key: ProgramKey, packed: np.ndarray) -> Any:
-        self._broadcast(self._encode(StepCommand(str(key), packed.data)))  # type: ignore[arg-type]
-        return self._commands.step(key, packed)
+    def save(self, group: int, pages: Pages, slots: Pages) -> None:
+        self._broadcast(self._encode(SaveCommand(group, pages, slots)))
+        self._commands.save(group, pages, slots)
 
-    def save(self, group: int, packed: np.ndarray, slots: Slots) -> None:
-        self._broadcast(self._encode(SaveCommand(packed.data, slots, group)))  # type: ignore[arg-type]
-        self._commands.save(group, packed, slots)
-
-    def load(self, group: int, packed: np.ndarray, slots: Slots) -> None:
-        self._broadcast(self._encode(LoadCommand(packed.data, slots, group)))  # type: ignore[arg-type]
-        self._commands.load(group, packed, slots)
+    def load(self, group: int, pages: Pages, slots: Pages) -> None:
+        self._broadcast(self._encode(LoadCommand(group, pages, slots)))
+        self._commands.load(group, pages, slots)
 
     def store_arrived(self) -> None:
         self._commands.store_arrived()
@@ -179,18 +164,15 @@ class FollowerExecutor:
 
     def execute(self, command: bytes) -> None:
         """Run one encoded command."""
-        decoded = self._decode(command)
-        packed = np.frombuffer(decoded.packed, np.int32).reshape(self._num_ranks, -1)
-        match decoded:
-            case StepCommand():
-                self._steps.put(self._commands.step(self._keys[decoded.program], packed))
+        match self._decode(command):
+            case RunCommand(program, packed):
+                given = np.frombuffer(packed, np.int32).reshape(self._num_ranks, -1)
+                self._steps.put(self._commands.run(self._keys[program], given))
                 self._commands.store_arrived()
-            case UpdateCommand():
-                self._commands.update(decoded.program, packed)
-            case SaveCommand():
-                self._commands.save(decoded.group, packed, decoded.slots)
-            case LoadCommand():
-                self._commands.load(decoded.group, packed, decoded.slots)
+            case SaveCommand(group, pages, slots):
+                self._commands.save(group, pages, slots)
+            case LoadCommand(group, pages, slots):
+                self._commands.load(group, pages, slots)
 
     def _watch(self) -> None:
         while True:

@@ -12,33 +12,25 @@ import numpy as np
 
 from jaxserve.api_types import SamplingParams, TokenLogprobs
 from jaxserve.observability.timeline import Timeline
-from jaxserve.runtime.execution.device_commands import DeviceCommands
+from jaxserve.runtime.execution.device_commands import DeviceCommands, Pages
 from jaxserve.runtime.execution.expert_tokens import ExpertTokens
-from jaxserve.runtime.programs.builder import (
-    ADJUST_KEY,
-    KV_SCALES_KEY,
-    READ_PROMPTS_KEY,
-    UPDATE_KEY,
-    copied_group,
-    read_key,
-)
 from jaxserve.runtime.programs.compile_counter import CompileCounter
-from jaxserve.runtime.programs.program_set import ProgramKey
-from jaxserve.runtime.speculation.draft_model import DraftKey
+from jaxserve.runtime.programs.table import KINDS
 from jaxserve.runtime.step import batch as batches
 from jaxserve.runtime.step import kv_scales
-from jaxserve.runtime.step.draft import pack_drafts, pack_nothing, pack_reads
-from jaxserve.runtime.step.draw import DrawKey, DrawOutput, pack_draws, pack_no_draws
-from jaxserve.runtime.step.input_packing import InputPacking
+from jaxserve.runtime.step.draft import pack_drafts, pack_reads
+from jaxserve.runtime.step.draw import DrawOutput, pack_draws
+from jaxserve.runtime.step.kv_scales import KV_SCALES_KEY
 from jaxserve.runtime.step.page_copies import PAGES_PER_COPY
+from jaxserve.runtime.step.program import ProgramKey
 from jaxserve.runtime.step.sampling import Logprobs
 from jaxserve.runtime.step.slot_update import (
-    ADJUST,
-    READ_PROMPTS,
+    ADJUST_KEY,
+    READ_PROMPTS_KEY,
+    UPDATE_KEY,
     pack_adjustments,
     pack_prompts,
     pack_updates,
-    update_packing,
 )
 from jaxserve.runtime.step.step import StepOutput
 from jaxserve.step_plan import Capacity, Chunk, Draw, DrawResult, PageCopy, SlotOpen, StepPlan, StepResult
@@ -77,7 +69,7 @@ class DeviceExecutor:
     `timeline` records the phases of a step. `substitute` returns the program to run instead of one that could not be
     loaded. `remote_compiles` returns how many programs the other processes of the mesh have compiled. With
     `calculates_kv_scales`, the first prompts decide the scales of the KV cache, before the first page is written.
-    `expert_tokens` counts the tokens of a mixture's experts. `vocab_size` is that of the programs, with padding.
+    `expert_tokens` counts the tokens of a mixture's experts.
     """
 
     def __init__(
@@ -85,17 +77,14 @@ class DeviceExecutor:
         commands: DeviceCommands,
         capacity: Capacity,
         timeline: Timeline | None = None,
-        substitute: Callable[[batches.StepKey], batches.StepKey] = lambda key: key,
+        substitute: Callable[[ProgramKey], ProgramKey] = lambda key: key,
         remote_compiles: Callable[[], int] = int,
         *,
-        vocab_size: int = 0,
         calculates_kv_scales: bool = False,
         expert_tokens: ExpertTokens | None = None,
     ) -> None:
         self._commands = commands
         self._capacity = capacity
-        self._vocab_size = vocab_size
-        self._update_packing = update_packing(len(capacity.pages_by_group))
         self._timeline = timeline or Timeline()
         self._substitute = substitute
         self._sampling: dict[tuple[int, int], SamplingParams] = {}
@@ -128,16 +117,16 @@ class DeviceExecutor:
         On an NVIDIA GPU that is to build the program's CUDA graph; a program with collectives builds it in its second
         run. XLA drops all graphs when it loads another program, so call this once all programs are loaded.
         """
+        none: list[list[int]] = [[]] * self._capacity.num_ranks
         for key in (*keys, *keys):
-            if isinstance(key, batches.StepKey):
-                shape = batches.step_shape(key, self._capacity)
-                jax.block_until_ready(self._commands.step(key, batches.pack_step(_NO_REQUESTS, shape, self._capacity)))
-            elif isinstance(key, DraftKey):
-                jax.block_until_ready(self._commands.step(key, pack_nothing(key, self._capacity)))
-            elif isinstance(key, DrawKey):
-                jax.block_until_ready(self._commands.step(key, pack_no_draws(key, self._capacity, self._vocab_size)))
-            else:
-                self._run_without_pages(key)
+            match key:
+                case ("read_pages", int(group), _):
+                    self._commands.save(group, none, none)
+                case ("write_pages", int(group), _):
+                    self._commands.load(group, none, none)
+                case _:
+                    packed = KINDS[key.kind].empty_input(self._capacity, key)
+                    jax.block_until_ready(self._commands.run(key, packed))
         self._commands.store_arrived()
 
     def dispatch(self, plan: StepPlan) -> _InFlight:
@@ -148,7 +137,7 @@ class DeviceExecutor:
         if self._lacks_kv_scales and (tokens := [token for chunk in plan.chunks for token in chunk.tokens or ()]):
             self._lacks_kv_scales = False
             with self._timeline.span("dispatch"):
-                self._commands.step(KV_SCALES_KEY, kv_scales.pack_prompts(tokens, self._capacity))
+                self._commands.run(KV_SCALES_KEY, kv_scales.pack_prompts(tokens, self._capacity))
             count = min(len(tokens), kv_scales.num_tokens(self._capacity))
             logger.info("KV cache: scales calculated from the first %d tokens of prompts", count)
         if plan.opens or plan.saves or plan.loads:
@@ -167,7 +156,7 @@ class DeviceExecutor:
             key = self._substitute(batches.choose_program(plan, self._capacity))
             packed = batches.pack_step(plan, batches.step_shape(key, self._capacity), self._capacity)
         with self._timeline.span("dispatch"):
-            output: StepOutput = self._commands.step(key, packed)
+            output: StepOutput = self._commands.run(key, packed)
             sampling: list[SamplingParams] = []
             if output.logprobs is not None or output.prompt_logprobs is not None:
                 sampling = [self._sampling[chunk.rank, chunk.slot] for chunk in plan.chunks]
@@ -233,31 +222,18 @@ class DeviceExecutor:
             rows[rank] += 1
             starts[rank] += chunk.length
 
-    def _run_without_pages(self, key: str) -> None:
-        """Run a program that is no step, for no slot and no page."""
-        none: list[list[int]] = [[] for _ in range(self._capacity.num_ranks)]
-        slot_updates = {UPDATE_KEY: self._update_packing, ADJUST_KEY: ADJUST, READ_PROMPTS_KEY: READ_PROMPTS}
-        if packing := slot_updates.get(key):
-            self._commands.update(key, np.stack([packing.pack({})] * self._capacity.num_ranks))
-        elif key == KV_SCALES_KEY:
-            self._commands.step(key, kv_scales.pack_prompts((), self._capacity))
-        elif key == read_key(group := copied_group(key)):
-            self._commands.save(group, _packed_pages(none), none)
-        else:
-            self._commands.load(group, _packed_pages(none), none)
-
     def _prepare(self, plan: StepPlan) -> None:
         """Run the commands that precede the step itself: copies of pages, then the opening of slots."""
-        for group, copies in self._split_copies(plan.saves):
-            self._commands.save(group, _packed_pages(_sources(copies)), _targets(copies))
-        for group, copies in self._split_copies(plan.loads):
-            self._commands.load(group, _packed_pages(_targets(copies)), _sources(copies))
+        for group, sources, targets in self._split_copies(plan.saves):
+            self._commands.save(group, sources, targets)
+        for group, sources, targets in self._split_copies(plan.loads):
+            self._commands.load(group, targets, sources)
         self._open(plan.opens)
 
     def _draw(self, draws: list[Draw]) -> _Drawn:
         """Start the program that draws within grammars."""
-        key, packed, rows = pack_draws(draws, self._capacity, self._vocab_size)
-        output: DrawOutput = self._commands.step(key, packed)
+        key, packed, rows = pack_draws(draws, self._capacity)
+        output: DrawOutput = self._commands.run(key, packed)
         sampling = [self._sampling[draw.rank, draw.slot] for draw in draws]
         if all(one.logprobs is None for one in sampling):
             output = dataclasses.replace(output, logprobs=None)
@@ -268,19 +244,20 @@ class DeviceExecutor:
     def _draft(self, plan: StepPlan) -> None:
         """Run the programs of a draft model that precede the step."""
         if plan.draft_reads:
-            self._commands.step(*pack_reads(plan.draft_reads, self._capacity))
+            self._commands.run(*pack_reads(plan.draft_reads, self._capacity))
         if plan.draft_steps:
-            self._commands.step(*pack_drafts(plan, self._capacity))
+            self._commands.run(*pack_drafts(plan, self._capacity))
 
-    def _split_copies(self, copies: list[PageCopy]) -> Iterator[tuple[int, list[list[PageCopy]]]]:
-        """Split copies into commands; yields the KV group of a command and its copies by rank."""
+    def _split_copies(self, copies: list[PageCopy]) -> Iterator[tuple[int, Pages, Pages]]:
+        """Split copies into commands; yields the KV group of a command, and its sources and targets by rank."""
         for group in range(len(self._capacity.pages_by_group)):
             by_rank: list[list[PageCopy]] = [[] for _ in range(self._capacity.num_ranks)]
             for copy in copies:
                 if copy[0] == group:
                     by_rank[copy[1]].append(copy)
             for at in range(0, max(map(len, by_rank)), PAGES_PER_COPY):
-                yield group, [own[at : at + PAGES_PER_COPY] for own in by_rank]
+                some = [own[at : at + PAGES_PER_COPY] for own in by_rank]
+                yield group, [[one[2] for one in own] for own in some], [[one[3] for one in own] for own in some]
 
     def _open(self, opens: list[SlotOpen]) -> None:
         """Open slots, a group of each rank per command."""
@@ -288,30 +265,16 @@ class DeviceExecutor:
         for opened in opens:
             self._sampling[opened.rank, opened.slot] = opened.sampling
             by_rank[opened.rank].append(opened)
-        self._update(UPDATE_KEY, self._update_packing, [pack_updates(opened, self._capacity) for opened in by_rank])
-        self._update(ADJUST_KEY, ADJUST, map(pack_adjustments, by_rank))
+        self._update(UPDATE_KEY, [pack_updates(opened, self._capacity) for opened in by_rank])
+        self._update(ADJUST_KEY, map(pack_adjustments, by_rank))
         if self._capacity.max_drafts:
-            self._update(READ_PROMPTS_KEY, READ_PROMPTS, map(pack_prompts, by_rank))
+            self._update(READ_PROMPTS_KEY, map(pack_prompts, by_rank))
 
-    def _update(self, key: str, packing: InputPacking, by_rank: Iterable[Iterator[np.ndarray]]) -> None:
+    def _update(self, key: ProgramKey, by_rank: Iterable[Iterator[np.ndarray]]) -> None:
         """Run a program that opens slots as many times as a rank needs it."""
-        for packed in itertools.zip_longest(*by_rank, fillvalue=packing.pack({})):
-            self._commands.update(key, np.stack(packed))
-
-
-def _sources(copies: list[list[PageCopy]]) -> list[list[int]]:
-    return [[source for *_, source, _ in own] for own in copies]
-
-
-def _targets(copies: list[list[PageCopy]]) -> list[list[int]]:
-    return [[target for *_, target in own] for own in copies]
-
-
-def _packed_pages(pages: list[list[int]]) -> np.ndarray:
-    packed = np.full((len(pages), PAGES_PER_COPY), -1, np.int32)
-    for row, own in zip(packed, pages):
-        row[: len(own)] = own
-    return packed
+        nothing = KINDS[key.kind].packing(self._capacity, key).pack({})
+        for packed in itertools.zip_longest(*by_rank, fillvalue=nothing):
+            self._commands.run(key, np.stack(packed))
 
 
 def _without_unwanted(output: StepOutput, sampling: list[SamplingParams]) -> StepOutput:

@@ -8,7 +8,6 @@ Weights and state are passed as tuples of their leaves: with 200 of them, to fla
 from __future__ import annotations
 
 import copy
-import functools
 import hashlib
 import importlib.metadata
 import json
@@ -21,62 +20,20 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import lax
 from jax.experimental import serialize_executable
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from jaxserve.params import dotted
 from jaxserve.quant import held_weights
-from jaxserve.runtime.devices.mesh import GPU, platform_of, shape_structs
+from jaxserve.runtime.devices.mesh import GPU, partitions, platform_of, shape_structs
 from jaxserve.runtime.programs.fingerprint import as_json, cpu_fact, cpu_flags, source_hash
 from jaxserve.runtime.programs.own_files import read_trusted, write_private
-from jaxserve.runtime.programs.program_set import ProgramKey
-from jaxserve.runtime.speculation.draft_model import DraftKey
-from jaxserve.runtime.step.batch import StepKey, step_packing, step_shape
-from jaxserve.runtime.step.draft import draft_packing, make_draft
-from jaxserve.runtime.step.draw import DrawKey, DrawOutput, draw_packing, make_draw
-from jaxserve.runtime.step.kv_scales import make_kv_scales, num_tokens, scales_packing
-from jaxserve.runtime.step.page_copies import make_read_pages, make_write_pages, row_specs
-from jaxserve.runtime.step.sampling import Logprobs
-from jaxserve.runtime.step.slot_update import (
-    ADJUST,
-    READ_PROMPTS,
-    adjust,
-    make_read_prompts,
-    make_update,
-    update,
-    update_packing,
-)
-from jaxserve.runtime.step.state import ArraySpec, DeviceState
-from jaxserve.runtime.step.step import StepContext, StepOutput, make_step
+from jaxserve.runtime.programs.table import KINDS
+from jaxserve.runtime.step.program import ProgramKey, StepContext
+from jaxserve.runtime.step.state import ArraySpec, DeviceState, all_ranks, one_rank
 from jaxserve.step_plan import Capacity
 from pallas_kernels.cpu import kernels_in, refusal, register
-
-UPDATE_KEY, ADJUST_KEY, READ_PROMPTS_KEY, KV_SCALES_KEY = "update", "adjust", "read_prompts", "kv_scales"
-_READ, _WRITE = "read_pages_", "write_pages_"
-
-
-def read_key(group: int) -> str:
-    """Return the key of the program that reads pages of a KV group."""
-    return f"{_READ}{group}"
-
-
-def write_key(group: int) -> str:
-    """Return the key of the program that writes pages of a KV group."""
-    return f"{_WRITE}{group}"
-
-
-def copied_group(key: str) -> int:
-    """Return the KV group of a program that copies pages."""
-    return int(key.rpartition("_")[2])
-
-
-def step_keys(capacity: Capacity) -> list[StepKey]:
-    """Return the key of every step program. Mixed steps always have the sampler; it is skipped if no row needs it."""
-    keys = [StepKey("decode", size, greedy) for size in capacity.decode_buckets for greedy in (True, False)]
-    keys += [StepKey("verify", size, False) for size in capacity.verify_buckets]
-    keys += [StepKey("mixed", size, False) for size in capacity.token_buckets]
-    keys.append(StepKey("prompt_logprobs", capacity.prompt_logprob_tokens, False))
-    return keys
 
 
 class ProgramBuilder:
@@ -100,56 +57,49 @@ class ProgramBuilder:
         self._added_options: Mapping[str, str] = {}
 
     def lower(self, key: ProgramKey) -> jax.stages.Lowered:
-        """Trace one program, which is donated the state."""
+        """Trace one program `(weights, state, packed, *rows) -> (state, output)`, which is donated the state."""
+        given = shape_structs(self.mesh, self._inputs(key))
+        structures = [jax.tree.structure(tree) for tree in given[:2]]
+        over_mesh = self._over_mesh(key)
+
+        def over_leaves(params: Any, state: Any, *more: Any) -> tuple[tuple[Any, ...], Any]:
+            new_state, output = over_mesh(*map(jax.tree.unflatten, structures, (params, state)), *more)
+            return leaves_of(new_state), output
+
+        # The name of the program in profiles and in its compiled text.
+        over_leaves.__name__ = str(key).replace("-", "_")
         # Kernels read from the current mesh which device they are lowered for: it need not be attached.
         with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
-            return self._lower(key)
+            return jax.jit(over_leaves, donate_argnums=1).lower(*map(leaves_of, given[:2]), *given[2:])
 
-    def _lower(self, key: ProgramKey) -> jax.stages.Lowered:
-        state = shape_structs(self.mesh, self.state_specs)
-        if not _takes_weights(key):
-            function, *arguments = self._without_weights(str(key))
-            return jax.jit(_over_leaves(function, state), donate_argnums=0).lower(leaves_of(state), *arguments)
-        function, packed = self._with_weights(key)
-        params = shape_structs(self.mesh, self.param_specs)
-        over_leaves = _over_leaves(function, params, state)
-        return jax.jit(over_leaves, donate_argnums=1).lower(leaves_of(params), leaves_of(state), packed)
+    def _inputs(self, key: ProgramKey) -> tuple[Any, ...]:
+        """Return the specs of the arguments of a program: weights, state, packed input and more rows."""
+        kind, size = KINDS[key.kind], KINDS[key.kind].packing(self.capacity, key).size
+        packed = ArraySpec((self.capacity.num_ranks, size), np.dtype(np.int32), ("ranks", None))
+        params = self.param_specs if kind.takes_weights else ()
+        return params, self.state_specs, packed, *kind.rows(self.state_specs, key)
 
-    def _with_weights(self, key: ProgramKey) -> tuple[Callable[..., Any], Any]:
-        """Return the function of a program that takes weights and state, and its argument after them."""
-        specs = self.mesh, self.param_specs, self.state_specs
-        if isinstance(key, str):
-            size = scales_packing(num_tokens(self.capacity)).size
-            return make_kv_scales(self.context, self.capacity, *specs), self._packed(size)
-        if isinstance(key, DrawKey):
-            draw = make_draw(self.context, key, *specs, replicate_output=self.num_processes > 1)
-            return draw, self._packed(draw_packing(key, self.context.model.padded_vocab_size).size)
-        if isinstance(key, DraftKey):
-            return make_draft(self.context, key, self.capacity, *specs), self._packed(
-                draft_packing(key, self.capacity).size
-            )
-        shape = step_shape(key, self.capacity)
-        function = make_step(self.context, shape, *specs, replicate_output=self.num_processes > 1)
-        return function, self._packed(step_packing(shape).size)
+    def _over_mesh(self, key: ProgramKey) -> Callable[..., tuple[DeviceState, Any]]:
+        """Return the function of a program over global arrays. Inside, code sees one shard of one rank.
 
-    def _without_weights(self, key: str) -> tuple[Any, ...]:
-        """Return the function of a program that takes no weights, and its arguments after the state."""
-        if key == UPDATE_KEY:
-            size = update_packing(len(self.capacity.pages_by_group)).size
-            return make_update(update, self.mesh, self.state_specs), self._packed(size)
-        if key == ADJUST_KEY:
-            return make_update(adjust, self.mesh, self.state_specs), self._packed(ADJUST.size)
-        if key == READ_PROMPTS_KEY:
-            assert self.context.drafter is not None
-            read_prompts = make_read_prompts(self.context.drafter)
-            return make_update(read_prompts, self.mesh, self.state_specs), self._packed(READ_PROMPTS.size)
-        group = copied_group(key)
-        rows = row_specs(self.state_specs, group)
-        pages = self._packed(rows[0].shape[1])
-        if key == read_key(group):
-            return make_read_pages(self.mesh, self.state_specs, group), pages
-        assert key == write_key(group), key
-        return make_write_pages(self.mesh, self.state_specs, group), pages, shape_structs(self.mesh, rows)
+        With several processes, every device holds the output of all ranks, as a process can't read another's devices.
+        """
+        kind = KINDS[key.kind]
+        run, output_parts = kind.make(self.context, self.capacity, key), kind.output(self.state_specs, key)
+        gathers = self.num_processes > 1 and not kind.stays_divided
+
+        def body(params: Any, state: DeviceState, *more: Any) -> tuple[DeviceState, Any]:
+            new_state, output = map(all_ranks, run(params, one_rank(state), *map(one_rank, more)))
+            return new_state, jax.tree.map(_gathered, output, output_parts) if gathers else output
+
+        whole = jax.tree.map(lambda _: PartitionSpec(), output_parts)
+        return jax.shard_map(
+            body,
+            mesh=self.mesh,
+            in_specs=partitions(self._inputs(key)),
+            out_specs=(partitions(self.state_specs), whole if gathers else output_parts),
+            check_vma=False,
+        )
 
     def compile(self, key: ProgramKey, dump: Path | None = None) -> jax.stages.Compiled:
         """Lower and compile one program. XLA writes its thunks to the folder `dump`.
@@ -178,7 +128,9 @@ class ProgramBuilder:
 
         Raises `UntrustedFileError` if another user may have written the file: it is code.
         """
-        in_tree, out_tree = self._trees(key)
+        params, state, *more = self._inputs(key)
+        in_tree = jax.tree.structure(((leaves_of(params), leaves_of(state), *more), {}))
+        out_tree = jax.tree.structure((leaves_of(state), KINDS[key.kind].output(state, key)))
         devices = list(self.mesh.devices.flat)
         kernels, payload = pickle.loads(read_trusted(path))
         for kernel, code in kernels:
@@ -217,51 +169,18 @@ class ProgramBuilder:
         """Return a hash of the facts."""
         return hashlib.sha256(json.dumps(self.facts(), sort_keys=True).encode()).hexdigest()[:24]
 
-    def _packed(self, size: int) -> Any:
-        spec = ArraySpec((self.capacity.num_ranks, size), np.dtype(np.int32), ("ranks", None))
-        return shape_structs(self.mesh, spec)
-
-    def _trees(self, key: ProgramKey) -> tuple[Any, Any]:
-        given = self.state_specs
-        if not _takes_weights(key):
-            key = str(key)
-            _, *others = self._without_weights(key)
-            out = (given, row_specs(given, copied_group(key))) if key.startswith(_READ) else given
-            return jax.tree.structure(((leaves_of(given), *others), {})), jax.tree.structure(_state_as_leaves(out))
-        output: Any = DrawOutput(0, Logprobs(0, 0, 0)) if isinstance(key, DrawKey) else ()  # type: ignore[arg-type]
-        if isinstance(key, StepKey):
-            logprobs = None if key.greedy else Logprobs(0, 0, 0)  # type: ignore[arg-type]
-            prompt = Logprobs(0, 0, 0) if key.kind == "prompt_logprobs" else None  # type: ignore[arg-type]
-            experts = None if given.expert_tokens is None else 0
-            output = StepOutput(0, 0, logprobs, prompt, experts)  # type: ignore[arg-type]
-        arguments: Any = ((leaves_of(self.param_specs), leaves_of(given), 0), {})
-        return jax.tree.structure(arguments), jax.tree.structure(_state_as_leaves((given, output)))
-
-
-def _takes_weights(key: ProgramKey) -> bool:
-    return not isinstance(key, str) or key == KV_SCALES_KEY
-
 
 def leaves_of(tree: Any) -> tuple[Any, ...]:
     """Return the leaves of weights or state, in the form that programs take."""
     return tuple(jax.tree.leaves(tree))
 
 
-def _over_leaves(function: Callable[..., Any], *trees: Any) -> Callable[..., Any]:
-    """Return the function over leaves of its first arguments, which are like `trees`, and of the state it returns."""
-    structures = [jax.tree.structure(tree) for tree in trees]
-
-    @functools.wraps(function)
-    def over_leaves(*arguments: Any) -> Any:
-        given = map(jax.tree.unflatten, structures, arguments)
-        return _state_as_leaves(function(*given, *arguments[len(structures) :]))
-
-    return over_leaves
-
-
-def _state_as_leaves(result: Any) -> Any:
-    """Replace the state by its leaves in a result, which is the state or a pair of it and something else."""
-    return leaves_of(result) if isinstance(result, DeviceState) else (leaves_of(result[0]), result[1])
+def _gathered(x: jax.Array, parts: PartitionSpec) -> jax.Array:
+    """Return the whole array of which `x` is this shard's part."""
+    for axis, names in enumerate(parts):
+        if names is not None and lax.axis_size(names) > 1:
+            x = lax.all_gather(x, names, axis=axis, tiled=True)
+    return x
 
 
 def program_path(folder: Path, key: ProgramKey) -> Path:
@@ -271,13 +190,7 @@ def program_path(folder: Path, key: ProgramKey) -> Path:
 
 def by_compile_cost(keys: Sequence[ProgramKey]) -> list[ProgramKey]:
     """Sort programs by compile time, longest first, so that no long one is left for the end."""
-    return sorted(keys, key=_cost, reverse=True)
-
-
-def _cost(key: ProgramKey) -> tuple[bool, int]:
-    if isinstance(key, str):
-        return (key == KV_SCALES_KEY, 0)
-    return (not isinstance(key, DrawKey) and key.kind not in ("decode", "draft"), key.size)
+    return sorted(keys, key=lambda key: (KINDS[key.kind].compiles_long, key.size), reverse=True)
 
 
 def compiler_options(mesh: Mesh, num_processes: int) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from jaxserve.error_texts import join_differences
 from jaxserve.errors import ConfigError
 from jaxserve.runtime.programs.builder import ProgramBuilder, program_path
 from jaxserve.runtime.programs.own_files import UntrustedFileError, check_owner
-from jaxserve.runtime.programs.program_set import ProgramKey
+from jaxserve.runtime.step.program import ProgramKey
 
 logger = logging.getLogger("jaxserve.runtime")
 

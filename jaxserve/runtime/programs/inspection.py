@@ -20,7 +20,7 @@ from jaxserve.runtime.programs.builder import ProgramBuilder
 from jaxserve.runtime.programs.cost import ProgramCost, program_cost
 from jaxserve.runtime.programs.hlo import HloModule, Instruction, Tables
 from jaxserve.runtime.programs.kernel_names import kernel_language, kernel_name
-from jaxserve.runtime.programs.program_set import ProgramKey
+from jaxserve.runtime.step.program import ProgramKey
 from pallas_kernels.gpu_code.cubin import Resources
 from pallas_kernels.gpu_code.executable import kernel_resources
 from pallas_kernels.gpu_code.wire import UnreadableError

@@ -20,8 +20,8 @@ from jaxserve.runtime.programs.autotune_cache import autotune_folder, autotune_o
 from jaxserve.runtime.programs.builder import ProgramBuilder, by_compile_cost, program_path
 from jaxserve.runtime.programs.file_lock import exclusive
 from jaxserve.runtime.programs.own_files import trusted_folder
-from jaxserve.runtime.programs.program_set import Program, ProgramKey, ProgramSet, needed_first
-from jaxserve.runtime.step.batch import StepKey
+from jaxserve.runtime.programs.program_set import Program, ProgramSet, by_requests, needed_first
+from jaxserve.runtime.step.program import ProgramKey
 
 logger = logging.getLogger("jaxserve.runtime")
 
@@ -67,7 +67,7 @@ def _load(
 ) -> tuple[ProgramSet, int]:
     first = needed_first(keys) if background else keys
     made, compiled = _build(builder, first, paths)
-    pending = [key for key in keys if isinstance(key, StepKey) and key not in made]
+    pending = by_requests([key for key in keys if key not in made], builder.capacity)
     if not pending:
         return ProgramSet(made), compiled
 

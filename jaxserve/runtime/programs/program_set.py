@@ -15,76 +15,75 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
-from jaxserve.runtime.speculation.draft_model import DraftKey
-from jaxserve.runtime.step.batch import StepKey
-from jaxserve.runtime.step.draw import DrawKey
+from jaxserve.runtime.programs.table import KINDS
+from jaxserve.runtime.step.program import ProgramKey
+from jaxserve.step_plan import Capacity
 
 logger = logging.getLogger("jaxserve.runtime")
 
 # An assumed prompt length, which only the order of loading depends on.
 _PROMPT_TOKENS = 64
 
-ProgramKey = StepKey | DraftKey | DrawKey | str
 Program = Callable[..., Any]
 
 
 def needed_first(keys: Collection[ProgramKey]) -> list[ProgramKey]:
     """Return the programs without which a server is not ready.
 
-    These are the largest of each kind with the sampler, as they can run any step; the smallest of each kind, which a
+    These are the largest of each kind of step with the sampler, as they can run any step; the smallest of each, which a
     first request runs; and all that are not steps.
     """
-    steps = sorted((key for key in keys if isinstance(key, StepKey)), key=lambda key: key.size)
+    steps = sorted((key for key in keys if KINDS[key.kind].is_step), key=lambda key: key.size)
     largest = {key.kind: key for key in steps if not key.greedy}
     smallest = {(key.kind, key.greedy): key for key in reversed(steps)}
-    return [
-        *dict.fromkeys([*largest.values(), *smallest.values()]),
-        *(key for key in keys if not isinstance(key, StepKey)),
-    ]
+    return [*dict.fromkeys([*largest.values(), *smallest.values()]), *(key for key in keys if key not in steps)]
+
+
+def by_requests(keys: Collection[ProgramKey], capacity: Capacity) -> list[ProgramKey]:
+    """Sort programs of steps by how many requests are likely to run when one is needed."""
+
+    def requests(key: ProgramKey) -> float:
+        return KINDS[key.kind].num_decoding(capacity, key.size) or key.size / _PROMPT_TOKENS
+
+    return sorted(keys, key=lambda key: (requests(key), not key.greedy))
 
 
 class ProgramSet(Mapping[ProgramKey, Program]):
     """Maps keys to programs: those that are `ready`, and `pending` ones that `load` reads in a thread.
 
-    The thread loads programs that a caller waits for first, then those for few requests. It ends when all are loaded,
-    when the set is collected as garbage or when the main thread ends. A program that fails to load is dropped, and a
-    larger one runs its steps. Looking up a pending program waits for it; iterating waits for all.
+    The thread loads programs that a caller waits for first, then the others in their order. It ends when all are
+    loaded, when the set is collected as garbage or when the main thread ends. A program that fails to load is dropped,
+    and a larger one runs its steps. Looking up a pending program waits for it; iterating waits for all.
     """
 
     def __init__(
         self,
         ready: Mapping[ProgramKey, Program],
-        pending: Collection[StepKey] = (),
+        pending: Collection[ProgramKey] = (),
         load: Callable[[ProgramKey], Program] | None = None,
     ) -> None:
         self._ready = dict(ready)
         self._keys: list[ProgramKey] = [*ready, *pending]
-        self._queue = sorted(pending, key=lambda key: (_num_requests(key), not key.greedy))
+        self._queue = list(pending)
         self._changed = threading.Condition()
         if load is not None:
             # Not a daemon thread: in the middle of a load, it would still run while the interpreter shuts down.
             threading.Thread(target=_load_pending, args=(weakref.ref(self), load), name="load-programs").start()
 
-    def substitute(self, key: StepKey) -> StepKey:
+    def substitute(self, key: ProgramKey) -> ProgramKey:
         """Return the key itself once its program is loaded; if that failed, the key of the smallest substitute."""
         if self._wait(key):
             return key
-        others = [
-            one
-            for one in tuple(self._ready)
-            if isinstance(one, StepKey)
-            and one.kind == key.kind
-            and one.size >= key.size
-            and (key.greedy or not one.greedy)
-        ]
-        return min(others, key=lambda one: (one.size, not one.greedy))
+        others = [one for one in tuple(self._ready) if one.kind == key.kind and (key.greedy or not one.greedy)]
+        larger = [(one.size, not one.greedy, one) for one in others if one.size >= key.size]
+        return min(larger)[-1]
 
     @property
     def num_pending(self) -> int:
         """How many programs are not loaded yet."""
         return len(self._keys) - len(self._ready)
 
-    def take_next(self) -> StepKey | None:
+    def take_next(self) -> ProgramKey | None:
         """Remove the key to load next from the queue and return it."""
         with self._changed:
             return self._queue.pop(0) if self._queue else None
@@ -117,11 +116,6 @@ class ProgramSet(Mapping[ProgramKey, Program]):
 
     def __len__(self) -> int:
         return len(self._keys)
-
-
-def _num_requests(key: StepKey) -> float:
-    """Estimate how many requests run when a step needs this program."""
-    return key.size if key.kind == "decode" else key.size / _PROMPT_TOKENS
 
 
 def _load_pending(programs: weakref.ref[ProgramSet], load: Callable[[ProgramKey], Program]) -> None:

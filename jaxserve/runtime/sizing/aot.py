@@ -20,13 +20,13 @@ from jaxserve.runtime.devices.target import load_target
 from jaxserve.runtime.devices.topology import target_mesh
 from jaxserve.runtime.programs.builder import ProgramBuilder, by_compile_cost, program_path
 from jaxserve.runtime.programs.inspection import ProgramReport, compile_and_inspect
-from jaxserve.runtime.programs.program_set import ProgramKey
+from jaxserve.runtime.programs.table import KINDS
 from jaxserve.runtime.sizing.deployment import Deployment, read_model, read_stored
 from jaxserve.runtime.sizing.memory_advice import deploy_or_advise
 from jaxserve.runtime.sizing.mesh_validation import check_mesh
 from jaxserve.runtime.sizing.prediction import Prediction, predict
 from jaxserve.runtime.sizing.temp_memory import size_pool_by_compiler
-from jaxserve.runtime.step.batch import StepKey
+from jaxserve.runtime.step.program import ProgramKey
 
 
 def deploy_on_target(config: EngineConfig, name: str) -> Deployment:
@@ -105,13 +105,13 @@ def compile_programs(
 
 def predict_steps(
     deployment: Deployment, name: str, keys: Sequence[ProgramKey], reports: Sequence[ProgramReport]
-) -> dict[StepKey, Prediction]:
+) -> dict[ProgramKey, Prediction]:
     """Return the predicted time of each step program that was compiled for a target."""
     by_name = {report.name: report for report in reports}
     found = {}
     for key in keys:
         report = by_name[str(key)]
-        if isinstance(key, StepKey) and report.cost is not None:
+        if KINDS[key.kind].is_step and report.cost is not None:
             exchanges = sum(report.collectives.values())
             found[key] = predict(deployment, load_target(name), key, report.cost, exchanges)
     return found

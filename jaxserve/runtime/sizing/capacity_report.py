@@ -16,7 +16,7 @@ from jaxserve.runtime.sizing.memory_advice import find_fixes
 from jaxserve.runtime.sizing.prediction import Prediction
 from jaxserve.runtime.sizing.roofline import Roofline, roofline
 from jaxserve.runtime.sizing.temp_memory import TempMemory, largest_programs, with_temp_memory
-from jaxserve.runtime.step.batch import StepKey
+from jaxserve.runtime.step.program import ProgramKey
 
 _BATCHES = (1, 8, 32, 64, 128, 256, 512, 1024)
 _CONTEXTS = (1024, 4096, 16384, 65536, 131072)
@@ -44,7 +44,7 @@ class CapacityReport:
     temp_bytes: int
     temp_source: str
     shortfalls: list[Shortfall]
-    predictions: Mapping[StepKey, Prediction]
+    predictions: Mapping[ProgramKey, Prediction]
 
     @property
     def num_devices(self) -> int:
@@ -105,7 +105,7 @@ class CapacityReport:
             return None
         return batch / self.limits.decode_seconds(-(-batch // self.deployment.num_ranks), context)
 
-    def predicted_rate(self, key: StepKey) -> float:
+    def predicted_rate(self, key: ProgramKey) -> float:
         """Return the predicted tokens per second of a program over all ranks: decoded tokens, or prompt tokens."""
         return self.deployment.num_ranks * key.size / self.predictions[key].seconds
 
@@ -123,7 +123,7 @@ def report_capacity(config: EngineConfig, name: str, *, ask_compiler: bool = Fal
     deployment = deploy_on_target(config, name)
     target = load_target(name)
     temp, source = deployment.sizes.footprint.activations, "estimated"
-    predictions: dict[StepKey, Prediction] = {}
+    predictions: dict[ProgramKey, Prediction] = {}
     if ask_compiler:
         keys = largest_programs(deployment)
         reports = list(compile_programs(builder_for_target(deployment, name), keys))

@@ -27,26 +27,14 @@ from jaxserve.params import KVSpec
 from jaxserve.quant import Shards, Stored, WeightChoice, choose_weights, hold_weights, method_of, stored_by_config
 from jaxserve.runtime.devices.device import DeviceFacts
 from jaxserve.runtime.devices.mesh import axis_sizes, device_bytes
-from jaxserve.runtime.programs.builder import (
-    ADJUST_KEY,
-    KV_SCALES_KEY,
-    READ_PROMPTS_KEY,
-    UPDATE_KEY,
-    ProgramBuilder,
-    read_key,
-    step_keys,
-    write_key,
-)
-from jaxserve.runtime.programs.program_set import ProgramKey
+from jaxserve.runtime.programs.builder import ProgramBuilder
+from jaxserve.runtime.programs.table import program_keys
 from jaxserve.runtime.sizing import determinism
 from jaxserve.runtime.sizing.drafting import Drafting, plan_drafting
 from jaxserve.runtime.sizing.mesh_validation import check_mesh
 from jaxserve.runtime.sizing.sizes import Sizes, attention_problem, resolve_sizes
-from jaxserve.runtime.step.batch import StepKey
-from jaxserve.runtime.step.draft import draft_keys
-from jaxserve.runtime.step.draw import draw_keys
+from jaxserve.runtime.step.program import ProgramKey, StepContext
 from jaxserve.runtime.step.state import DeviceState, expert_tokens_spec, pool_layout, state_specs
-from jaxserve.runtime.step.step import StepContext
 from jaxserve.step_plan import Capacity, WindowGroup
 from jaxserve.weights import stored_types
 from pallas_kernels.paged_attention import Backend, choose_backend
@@ -131,25 +119,15 @@ class Deployment:
         return self.model.kv_specs()
 
     @property
-    def step_keys(self) -> list[StepKey]:
-        """The keys of its step programs.
+    def program_keys(self) -> list[ProgramKey]:
+        """The keys of all its programs.
 
         On a CPU, a greedy decode that looks up drafts takes longer than one with the sampler, which runs instead.
         """
-        keys = step_keys(self.capacity)
+        keys = program_keys(self.config, self.capacity)
         if self.drafting is None or self.device.platform != "cpu":
             return keys
         return [key for key in keys if not key.greedy]
-
-    @property
-    def program_keys(self) -> list[ProgramKey]:
-        """The keys of all its programs."""
-        groups = range(len(self.state.kv)) if self.config.enable_hierarchical_cache else ()
-        copies = [key for group in groups for key in (read_key(group), write_key(group))]
-        scales = [KV_SCALES_KEY] if self.config.calculate_kv_scales else []
-        prompts = [READ_PROMPTS_KEY] if self.drafting is not None else []
-        others: list[ProgramKey] = [*draw_keys(self.capacity), *draft_keys(self.capacity)]
-        return [UPDATE_KEY, ADJUST_KEY, *prompts, *scales, *copies, *others, *self.step_keys]
 
     @property
     def all_params(self) -> Any:

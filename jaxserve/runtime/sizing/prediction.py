@@ -10,9 +10,10 @@ import dataclasses
 
 from jaxserve.runtime.devices.target import DeviceTarget
 from jaxserve.runtime.programs.cost import ProgramCost
+from jaxserve.runtime.programs.table import KINDS
 from jaxserve.runtime.sizing.deployment import Deployment
 from jaxserve.runtime.sizing.roofline import Roofline, roofline
-from jaxserve.runtime.step.batch import StepKey
+from jaxserve.runtime.step.program import ProgramKey
 
 CONTEXT = 1024
 """Tokens of each sequence in a predicted decode step."""
@@ -42,7 +43,7 @@ class Prediction:
 
 
 def predict(
-    deployment: Deployment, target: DeviceTarget, key: StepKey, cost: ProgramCost, exchanges: int = 0
+    deployment: Deployment, target: DeviceTarget, key: ProgramKey, cost: ProgramCost, exchanges: int = 0
 ) -> Prediction:
     """Predict one step of a program. `exchanges` counts its collectives.
 
@@ -54,8 +55,7 @@ def predict(
         bandwidth=best.bandwidth * _COPY_SHARE,
         peak_flops=None if best.peak_flops is None else best.peak_flops * _PRODUCT_SHARE,
     )
-    if key.kind in ("decode", "verify"):
-        rows = key.size // (1 + deployment.capacity.max_drafts if key.kind == "verify" else 1)
+    if rows := KINDS[key.kind].num_decoding(deployment.capacity, key.size):
         limit = reached.decode_seconds(rows, CONTEXT)
         seconds = step_seconds(reached, cost, decodes=rows, context=CONTEXT, exchanges=exchanges)
         return Prediction(limit, seconds, rows)

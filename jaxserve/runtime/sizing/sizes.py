@@ -157,6 +157,7 @@ def resolve_sizes(
         draft_read_buckets=tuple(sorted({min(_FEW_READ, largest), largest})) if drafting else (),
         max_unread=2 + drafts if config.speculative_method in HEADS else 2,
         smallest_draw=defaults.row_multiple,
+        vocab_size=model.padded_vocab_size,
     )
     prefill = min(config.max_prefill_tokens or chunk, largest)
     step_ms = defaults.mixed_step_ms if config.max_mixed_step_ms is None else config.max_mixed_step_ms

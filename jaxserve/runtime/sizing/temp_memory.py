@@ -8,7 +8,6 @@ first start has to compile for it.
 from __future__ import annotations
 
 import os
-import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,13 @@ from jax.sharding import Mesh
 from tqdm import tqdm
 
 from jaxserve.runtime.programs.autotune_cache import autotune_folder, autotune_options, report_tuning
-from jaxserve.runtime.programs.builder import KV_SCALES_KEY, ProgramBuilder
+from jaxserve.runtime.programs.builder import ProgramBuilder
 from jaxserve.runtime.programs.file_lock import exclusive
 from jaxserve.runtime.programs.own_files import trusted_folder, write_private
-from jaxserve.runtime.programs.program_set import ProgramKey
+from jaxserve.runtime.programs.table import KINDS
 from jaxserve.runtime.sizing.deployment import Deployment, deploy
+from jaxserve.runtime.step.kv_scales import KV_SCALES_KEY
+from jaxserve.runtime.step.program import ProgramKey
 
 # With the program of KV scales, which isn't among the facts of the others, another file.
 _FILE, _FILE_WITH_KV_SCALES = "working-memory.json", "working-memory-kv-scales.json"
@@ -93,11 +94,10 @@ def measure_temp_memory(deployment: Deployment, builder: ProgramBuilder, cache_d
 
 
 def largest_programs(deployment: Deployment) -> list[ProgramKey]:
-    """Return the largest program of each kind, and that of KV scales, which has a pool of its own."""
-    keys = deployment.program_keys
-    ascending = sorted((key for key in keys if not isinstance(key, str)), key=lambda key: key.size)
-    largest = {re.sub(r"\d+", "", str(key)): key for key in ascending}
-    return [*largest.values(), *(key for key in keys if key == KV_SCALES_KEY)]
+    """Return the largest program of each kind that runs a model."""
+    keys = [key for key in deployment.program_keys if KINDS[key.kind].takes_weights]
+    largest = {(key.kind, key.greedy): key for key in sorted(keys, key=lambda key: key.size)}
+    return list(largest.values())
 
 
 def _read(path: Path | None) -> TempMemory | None:

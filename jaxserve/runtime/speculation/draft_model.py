@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
 
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.registry import is_draft_head
@@ -32,14 +31,3 @@ class DraftModel:
         from features of its own.
         """
         return 1 + self.max_drafts if self.is_head else 2
-
-
-@dataclasses.dataclass(frozen=True)
-class DraftKey:
-    """Identifies a program of a draft model: `draft` makes drafts for `size` rows, `read` reads `size` tokens."""
-
-    kind: Literal["draft", "read"]
-    size: int
-
-    def __str__(self) -> str:
-        return f"{'draft' if self.kind == 'draft' else 'draft_read'}-{self.size}"

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterable
-from typing import Literal
 
 import flax.struct
 import jax
@@ -16,24 +15,10 @@ from jaxtyping import Array, Bool, Int
 
 from jaxserve.layers.batch import TokenBatch
 from jaxserve.runtime.step import verify
-from jaxserve.runtime.step.buckets import smallest_fitting
 from jaxserve.runtime.step.input_packing import InputPacking, PackedField
+from jaxserve.runtime.step.program import ProgramKey
 from jaxserve.runtime.step.state import INTS, DeviceState
 from jaxserve.step_plan import Capacity, Chunk, StepPlan
-
-Kind = Literal["decode", "mixed", "prompt_logprobs", "verify"]
-
-
-@dataclasses.dataclass(frozen=True)
-class StepKey:
-    """Identifies a step program. `size` is in rows for `decode`, else in tokens; a `greedy` one has no sampler."""
-
-    kind: Kind
-    size: int
-    greedy: bool
-
-    def __str__(self) -> str:
-        return f"{self.kind}-{self.size}-{'greedy' if self.greedy else 'full'}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +28,7 @@ class StepShape:
     `max_drafts` is the length of the longest draft that a row verifies, 0 if it verifies none.
     """
 
-    key: StepKey
+    key: ProgramKey
     tokens: int
     rows: int
     pages: int
@@ -78,30 +63,24 @@ class StepInput:
     token_row: Int[Array, " tokens"]
 
 
-def choose_program(plan: StepPlan, capacity: Capacity) -> StepKey:
+def choose_program(plan: StepPlan, capacity: Capacity) -> ProgramKey:
     """Return the smallest program that holds the plan on every rank: all ranks run the same one."""
-    chunks, ranks = plan.chunks, capacity.num_ranks
-    if len(chunks) == plan.num_decodes:
-        if plan.num_drafts:
-            return StepKey("verify", smallest_fitting(capacity.verify_buckets, plan.max_rank_tokens(ranks)), False)
-        return StepKey("decode", smallest_fitting(capacity.decode_buckets, plan.max_rank_rows(ranks)), plan.greedy)
-    if any(chunk.logits > 1 or chunk.target is not None for chunk in chunks[plan.num_decodes :]):
-        return StepKey("prompt_logprobs", capacity.prompt_logprob_tokens, False)
-    return StepKey("mixed", smallest_fitting(capacity.token_buckets, plan.max_rank_tokens(ranks)), False)
+    kind = plan.kind
+    return ProgramKey(kind, capacity.bucket(kind, plan.size(capacity.num_ranks)), kind == "decode" and plan.greedy)
 
 
-def step_shape(key: StepKey, capacity: Capacity) -> StepShape:
+def step_shape(key: ProgramKey, capacity: Capacity) -> StepShape:
     """Return the sizes that a program's key implies."""
-    groups = len(capacity.pages_by_group)
+    groups, size = len(capacity.pages_by_group), key.size
     if key.kind == "decode":
-        return StepShape(key, key.size, key.size, key.size, groups, key.size)
-    rows = min(capacity.num_slots, key.size)
-    pages = rows + -(-key.size // capacity.page_size)
+        return StepShape(key, size, size, size, groups, size)
+    rows = min(capacity.num_slots, size)
+    pages = rows + -(-size // capacity.page_size)
     if key.kind == "verify":
-        return StepShape(key, key.size, rows, pages, groups, key.size, capacity.max_drafts)
+        return StepShape(key, size, rows, pages, groups, size, capacity.max_drafts)
     if key.kind == "mixed" and capacity.verifies_beside_prompts:
-        return StepShape(key, key.size, rows, pages, groups, capacity.max_drawn(key.size), capacity.max_drafts)
-    return StepShape(key, key.size, rows, pages, groups, rows)
+        return StepShape(key, size, rows, pages, groups, capacity.max_drawn(size), capacity.max_drafts)
+    return StepShape(key, size, rows, pages, groups, rows)
 
 
 @functools.cache

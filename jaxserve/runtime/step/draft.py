@@ -11,53 +11,50 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from jaxserve.layers.axes import DATA_AXIS
 from jaxserve.layers.batch import TokenBatch
 from jaxserve.models.registry import family
-from jaxserve.runtime.devices.mesh import partitions
-from jaxserve.runtime.speculation.draft_model import DraftKey, DraftModel
+from jaxserve.runtime.speculation.draft_model import DraftModel
 from jaxserve.runtime.step.buckets import smallest_fitting
 from jaxserve.runtime.step.features import kept_features
 from jaxserve.runtime.step.input_packing import InputPacking, PackedField
+from jaxserve.runtime.step.program import ProgramKey, ProgramKind, RankFunction, StepContext
 from jaxserve.runtime.step.sampling import Rows, uses_triton
-from jaxserve.runtime.step.state import INTS, DeviceState, all_ranks, one_rank
-from jaxserve.runtime.step.step import StepContext, sample_rows
+from jaxserve.runtime.step.state import INTS, DeviceState
+from jaxserve.runtime.step.step import sample_rows
 from jaxserve.step_plan import Capacity, Chunk, DraftRead, StepPlan
 from pallas_kernels.paged_attention import PagedKV
 
 
-def draft_keys(capacity: Capacity) -> list[DraftKey]:
-    """Return the keys of the programs of a draft model; none without one."""
-    return [
-        *(DraftKey("draft", size) for size in capacity.draft_buckets),
-        *(DraftKey("read", size) for size in capacity.draft_read_buckets),
-    ]
+@functools.cache
+def read_packing(size: int, rows: int) -> InputPacking:
+    """Return the layout of the input of a program that reads `size` tokens of at most `rows` sequences."""
+    return InputPacking(
+        [
+            PackedField("num_seqs"),
+            PackedField("slots", rows, fill=-1),
+            PackedField("backs", rows, fill=-1),
+            PackedField("ends", rows),
+        ]
+    )
 
 
 @functools.cache
-def draft_packing(key: DraftKey, capacity: Capacity) -> InputPacking:
-    """Return the layout of a program's input."""
-    if key.kind == "read":
-        rows = min(capacity.num_slots, key.size)
-        names = ("slots", "backs", "ends")
-        return InputPacking([PackedField("num_seqs"), *(PackedField(name, rows, fill=-1) for name in names)])
-    pages = key.size * -(-(1 + capacity.max_drafts) // capacity.page_size)
+def draft_packing(size: int, pages: int) -> InputPacking:
+    """Return the layout of the input of a program that makes drafts for `size` rows, with at most `pages` new pages."""
     return InputPacking(
         [
             PackedField("num_seqs"),
             PackedField("num_steps"),
-            PackedField("slots", key.size, fill=-1),
-            PackedField("counts", key.size),
+            PackedField("slots", size, fill=-1),
+            PackedField("counts", size),
             PackedField("page_slots", pages, fill=-1),
             PackedField("page_columns", pages),
             PackedField("page_ids", pages),
@@ -65,15 +62,22 @@ def draft_packing(key: DraftKey, capacity: Capacity) -> InputPacking:
     )
 
 
-def pack_reads(reads: list[DraftRead], capacity: Capacity) -> tuple[DraftKey, np.ndarray]:
+def _packing(capacity: Capacity, key: ProgramKey) -> InputPacking:
+    size = key.size
+    if key.kind == "draft_read":
+        return read_packing(size, min(capacity.num_slots, size))
+    return draft_packing(size, size * -(-(1 + capacity.max_drafts) // capacity.page_size))
+
+
+def pack_reads(reads: list[DraftRead], capacity: Capacity) -> tuple[ProgramKey, np.ndarray]:
     """Return the program that reads tokens, and its input `[ranks, size]`."""
     by_rank: list[list[DraftRead]] = [[] for _ in range(capacity.num_ranks)]
     for read in reads:
         by_rank[read.rank].append(read)
     most = max(sum(read.length for read in own) for own in by_rank)
-    key = DraftKey("read", smallest_fitting(capacity.draft_read_buckets, most))
-    packing = draft_packing(key, capacity)
-    rows = min(capacity.num_slots, key.size)
+    size = smallest_fitting(capacity.draft_read_buckets, most)
+    key, rows = ProgramKey("draft_read", size), min(capacity.num_slots, size)
+    packing = _packing(capacity, key)
 
     def pack(own: list[DraftRead]) -> np.ndarray:
         ends = np.cumsum([0, *(read.length for read in own)])[1:].tolist()
@@ -84,14 +88,14 @@ def pack_reads(reads: list[DraftRead], capacity: Capacity) -> tuple[DraftKey, np
     return key, np.stack([pack(own) for own in by_rank])
 
 
-def pack_drafts(plan: StepPlan, capacity: Capacity) -> tuple[DraftKey, np.ndarray]:
+def pack_drafts(plan: StepPlan, capacity: Capacity) -> tuple[ProgramKey, np.ndarray]:
     """Return the program that makes the drafts that a plan verifies, and its input `[ranks, size]`."""
     by_rank: list[list[Chunk]] = [[] for _ in range(capacity.num_ranks)]
     for chunk in reversed(plan.chunks):  # the longest drafts first
         if chunk.length > 1:
             by_rank[chunk.rank].append(chunk)
-    key = DraftKey("draft", smallest_fitting(capacity.draft_buckets, max(map(len, by_rank))))
-    packing, page_size = draft_packing(key, capacity), capacity.page_size
+    key = ProgramKey("draft", smallest_fitting(capacity.draft_buckets, max(map(len, by_rank))))
+    packing, page_size = _packing(capacity, key), capacity.page_size
 
     def pack(own: list[Chunk]) -> np.ndarray:
         fields: dict[str, list[int]] = {"page_slots": [], "page_columns": [], "page_ids": []}
@@ -106,35 +110,30 @@ def pack_drafts(plan: StepPlan, capacity: Capacity) -> tuple[DraftKey, np.ndarra
     return key, np.stack([pack(own) for own in by_rank])
 
 
-def pack_nothing(key: DraftKey, capacity: Capacity) -> np.ndarray:
-    """Return the input of a program for no request."""
-    packing = draft_packing(key, capacity)
-    none = {"ends": [0] * min(capacity.num_slots, key.size)} if key.kind == "read" else {}
-    return np.stack([packing.pack(none)] * capacity.num_ranks)
-
-
-def make_draft(
-    context: StepContext, key: DraftKey, capacity: Capacity, mesh: Mesh, param_specs: Any, state_specs: DeviceState
-) -> Callable[..., tuple[DeviceState, tuple[()]]]:
-    """Return the function `(params, state, packed) -> (state, ())` of a program, over global arrays."""
-    drafter = context.drafter
+def _make(context: StepContext, capacity: Capacity, key: ProgramKey) -> RankFunction:
+    drafter, packing = context.drafter, _packing(capacity, key)
     assert isinstance(drafter, DraftModel)
     run = _draft if key.kind == "draft" else _read
 
-    def body(params: Any, state: DeviceState, packed: jax.Array) -> tuple[DeviceState, tuple[()]]:
-        fields = draft_packing(key, capacity).unpack(one_rank(packed))
-        model = _Model(context, drafter, *params)
-        return all_ranks(run(model, one_rank(state), fields, key.size)), ()
+    def draft(params: Any, state: DeviceState, packed: jax.Array) -> tuple[DeviceState, tuple[()]]:
+        return run(_Model(context, drafter, *params), state, packing.unpack(packed), key.size), ()
 
-    body.__name__ = str(key).replace("-", "_")
-    parts = partitions(state_specs)
-    return jax.shard_map(
-        body,
-        mesh=mesh,
-        in_specs=(partitions(param_specs), parts, PartitionSpec(DATA_AXIS)),
-        out_specs=(parts, ()),
-        check_vma=False,
-    )
+    return draft
+
+
+DRAFT = ProgramKind(
+    name="draft",
+    keys=lambda capacity: [ProgramKey("draft", size) for size in capacity.draft_buckets],
+    make=_make,
+    packing=_packing,
+)
+DRAFT_READ = ProgramKind(
+    name="draft_read",
+    keys=lambda capacity: [ProgramKey("draft_read", size) for size in capacity.draft_read_buckets],
+    make=_make,
+    packing=_packing,
+    compiles_long=True,
+)
 
 
 @dataclasses.dataclass(frozen=True)

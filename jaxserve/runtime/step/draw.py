@@ -10,40 +10,29 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int
 
 from jaxserve.layers.axes import DATA_AXIS
 from jaxserve.layers.embedding import shard_index
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.registry import family
-from jaxserve.runtime.devices.mesh import partitions
 from jaxserve.runtime.step.buckets import smallest_fitting, token_buckets
 from jaxserve.runtime.step.input_packing import InputPacking, PackedField
+from jaxserve.runtime.step.program import ProgramKey, ProgramKind, RankFunction, StepContext
 from jaxserve.runtime.step.sampling import Logprobs, Rows
-from jaxserve.runtime.step.state import DeviceState, all_ranks, one_rank
-from jaxserve.runtime.step.step import StepContext, gathered, sample_rows
+from jaxserve.runtime.step.state import DeviceState
+from jaxserve.runtime.step.step import sample_rows
 from jaxserve.step_plan import Capacity, Draw
 
 _SMALLEST = 8
 _WORD = 32
-
-
-@dataclasses.dataclass(frozen=True)
-class DrawKey:
-    """Identifies the program that draws for at most `size` rows."""
-
-    size: int
-
-    def __str__(self) -> str:
-        return f"draw-{self.size}"
 
 
 @flax.struct.dataclass
@@ -54,19 +43,19 @@ class DrawOutput:
     logprobs: Logprobs | None
 
 
-def draw_keys(capacity: Capacity) -> list[DrawKey]:
-    """Return the keys of the programs: for the smallest number of rows, and for 8 doubled.
+def draw_sizes(capacity: Capacity) -> list[int]:
+    """Return the most rows of each of the programs: for the smallest number of rows, and for 8 doubled.
 
     The smallest is 1 on a CPU, where rows without a request cost much, and 8 elsewhere: on a GPU, the product of one
     row and the head takes a copy of the head in float32.
     """
     smallest = capacity.smallest_draw
     sizes = {smallest, *token_buckets(max(capacity.num_slots, smallest), smallest=_SMALLEST)}
-    return [DrawKey(size) for size in sorted(sizes)]
+    return sorted(sizes)
 
 
 @functools.cache
-def draw_packing(key: DrawKey, vocab_size: int) -> InputPacking:
+def draw_packing(size: int, vocab_size: int) -> InputPacking:
     """Return the layout of a program's input: `num_live` rows draw, and the others have a `token`.
 
     `allowed` has a bit for each token of the padded vocabulary, by row; the lowest bit of a word is its first token.
@@ -74,9 +63,9 @@ def draw_packing(key: DrawKey, vocab_size: int) -> InputPacking:
     return InputPacking(
         [
             PackedField("num_live"),
-            PackedField("slots", key.size, fill=-1),
-            PackedField("tokens", key.size),
-            PackedField("allowed", key.size * num_words(vocab_size)),
+            PackedField("slots", size, fill=-1),
+            PackedField("tokens", size),
+            PackedField("allowed", size * num_words(vocab_size)),
         ]
     )
 
@@ -86,14 +75,14 @@ def num_words(vocab_size: int) -> int:
     return -(-vocab_size // _WORD)
 
 
-def pack_draws(draws: list[Draw], capacity: Capacity, vocab_size: int) -> tuple[DrawKey, np.ndarray, list[int]]:
+def pack_draws(draws: list[Draw], capacity: Capacity) -> tuple[ProgramKey, np.ndarray, list[int]]:
     """Return the program for the draws, its input `[ranks, size]`, and the row of each draw in its rank."""
     by_rank: list[list[int]] = [[] for _ in range(capacity.num_ranks)]
     for index in sorted(range(len(draws)), key=lambda index: draws[index].token is not None):
         by_rank[draws[index].rank].append(index)
     most = max(map(len, by_rank))
-    key = DrawKey(smallest_fitting([one.size for one in draw_keys(capacity)], most))
-    packing, words = draw_packing(key, vocab_size), num_words(vocab_size)
+    size = smallest_fitting(draw_sizes(capacity), most)
+    packing, words = draw_packing(size, capacity.vocab_size), num_words(capacity.vocab_size)
     rows = [0] * len(draws)
     packed = []
     for indices in by_rank:
@@ -111,54 +100,32 @@ def pack_draws(draws: list[Draw], capacity: Capacity, vocab_size: int) -> tuple[
                 }
             )
         )
-    return key, np.stack(packed), rows
+    return ProgramKey("draw", size), np.stack(packed), rows
 
 
-def pack_no_draws(key: DrawKey, capacity: Capacity, vocab_size: int) -> np.ndarray:
-    """Return the input of a program for no request."""
-    return np.stack([draw_packing(key, vocab_size).pack({})] * capacity.num_ranks)
+def _make(context: StepContext, capacity: Capacity, key: ProgramKey) -> RankFunction:
+    packing = draw_packing(key.size, capacity.vocab_size)
+    return lambda params, state, packed: _draw(params, state, packing.unpack(packed), context)
 
 
-def make_draw(
-    context: StepContext,
-    key: DrawKey,
-    mesh: Mesh,
-    param_specs: Any,
-    state_specs: DeviceState,
-    *,
-    replicate_output: bool = False,
-) -> Callable[..., tuple[DeviceState, DrawOutput]]:
-    """Return the function `(params, state, packed) -> (state, output)` of a program, over global arrays.
-
-    With `replicate_output`, every device holds the output of all ranks.
-    """
-    state_parts, ranks = partitions(state_specs), PartitionSpec(DATA_AXIS)
-
-    def body(params: Any, state: DeviceState, packed: jax.Array) -> tuple[DeviceState, DrawOutput]:
-        new_state, output = map(all_ranks, _draw(params, one_rank(state), one_rank(packed), context, key))
-        if replicate_output:
-            output = jax.tree.map(lambda x: gathered(x, ranks), output)
-        return new_state, output
-
-    body.__name__ = str(key).replace("-", "_")
-    return jax.shard_map(
-        body,
-        mesh=mesh,
-        in_specs=(partitions(param_specs), state_parts, ranks),
-        out_specs=(state_parts, PartitionSpec() if replicate_output else ranks),
-        check_vma=False,
-    )
+_RANKS = PartitionSpec(DATA_AXIS)
+DRAW = ProgramKind(
+    name="draw",
+    keys=lambda capacity: [ProgramKey("draw", size) for size in draw_sizes(capacity)],
+    make=_make,
+    packing=lambda capacity, key: draw_packing(key.size, capacity.vocab_size),
+    output=lambda state_specs, key: DrawOutput(_RANKS, Logprobs(_RANKS, _RANKS, _RANKS)),  # type: ignore[arg-type]
+)
 
 
 def _draw(
-    params: Any, state: DeviceState, packed: jax.Array, context: StepContext, key: DrawKey
+    params: Any, state: DeviceState, fields: dict[str, jax.Array], context: StepContext
 ) -> tuple[DeviceState, DrawOutput]:
     model: ModelConfig = context.model
-    fields = draw_packing(key, model.padded_vocab_size).unpack(packed)
     slots, live = fields["slots"], fields["num_live"]
     own = jnp.maximum(slots, 0)
-    draws = jnp.arange(key.size, dtype=jnp.int32) < live
-    rows = Rows(own, state.seq_lens[own], draws, allowed=fields["allowed"].reshape(key.size, -1))
+    draws = jnp.arange(len(slots), dtype=jnp.int32) < live
+    rows = Rows(own, state.seq_lens[own], draws, allowed=fields["allowed"].reshape(len(slots), -1))
     logits = functools.partial(family(model).head, model, context.own_weights(params))
     tokens, logprobs = sample_rows(logits, state.hidden[own], rows, live, state, context, greedy=False)
     tokens = jnp.where(draws, tokens, fields["tokens"])

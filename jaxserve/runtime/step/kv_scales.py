@@ -7,23 +7,21 @@ and takes the largest key and value of each layer. The constants are vLLM's: the
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float
 
-from jaxserve.layers.axes import DATA_AXIS, TENSOR_AXES
+from jaxserve.layers.axes import TENSOR_AXES
 from jaxserve.layers.batch import KVPools, TokenBatch
 from jaxserve.models.registry import family
-from jaxserve.runtime.devices.mesh import partitions
 from jaxserve.runtime.step.input_packing import InputPacking, PackedField
-from jaxserve.runtime.step.state import DeviceState, all_ranks, one_rank
-from jaxserve.runtime.step.step import StepContext
+from jaxserve.runtime.step.program import ProgramKey, ProgramKind, RankFunction, StepContext
+from jaxserve.runtime.step.state import DeviceState
 from jaxserve.step_plan import Capacity
 from jaxserve.weights.scales import SMALLEST_INPUT_SCALE
 from pallas_kernels.paged_attention import PagedKV
@@ -52,28 +50,24 @@ def pack_prompts(tokens: Sequence[int], capacity: Capacity) -> np.ndarray:
     return np.stack([packed] * capacity.num_ranks)
 
 
-def make_kv_scales(
-    context: StepContext, capacity: Capacity, mesh: Mesh, param_specs: Any, state_specs: DeviceState
-) -> Callable[..., tuple[DeviceState, tuple[()]]]:
-    """Return the function `(params, state, packed) -> (state, ())` over global arrays.
-
-    The new state has the same scales for all ranks, and those of before if there is no token.
-    """
-
+def _make(context: StepContext, capacity: Capacity, key: ProgramKey) -> RankFunction:
     def kv_scales(params: Any, state: DeviceState, packed: jax.Array) -> tuple[DeviceState, tuple[()]]:
-        own = one_rank(state)
-        largest = _largest(context.own_weights(params), own.kv, one_rank(packed), context, capacity)
-        pools = tuple(map(_with_scales, own.kv, largest))
-        return all_ranks(own.replace(kv=pools)), ()
+        """Return the state with the same scales for all ranks, and those of before if there is no token."""
+        largest = _largest(context.own_weights(params), state.kv, packed, context, capacity)
+        return dataclasses.replace(state, kv=tuple(map(_with_scales, state.kv, largest))), ()
 
-    parts = partitions(state_specs)
-    return jax.shard_map(
-        kv_scales,
-        mesh=mesh,
-        in_specs=(partitions(param_specs), parts, PartitionSpec(DATA_AXIS)),
-        out_specs=(parts, ()),
-        check_vma=False,
-    )
+    return kv_scales
+
+
+KV_SCALES_KEY = ProgramKey("kv_scales")
+KV_SCALES = ProgramKind(
+    name="kv_scales",
+    keys=lambda capacity: [KV_SCALES_KEY],
+    make=_make,
+    packing=lambda capacity, key: scales_packing(num_tokens(capacity)),
+    wants=lambda config: config.calculate_kv_scales,
+    compiles_long=True,
+)
 
 
 def _largest(

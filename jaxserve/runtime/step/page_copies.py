@@ -6,17 +6,19 @@ As every program, both take the state and return it. A page is copied as one row
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+import numpy as np
 
-from jaxserve.layers.axes import DATA_AXIS
 from jaxserve.layers.batch import replace_pool
 from jaxserve.runtime.devices.mesh import partitions
-from jaxserve.runtime.step.state import ArraySpec, DeviceState, all_ranks, one_rank
+from jaxserve.runtime.step.input_packing import InputPacking, PackedField
+from jaxserve.runtime.step.program import ProgramKey, ProgramKind, RankFunction, StepContext
+from jaxserve.runtime.step.state import ArraySpec, DeviceState
+from jaxserve.step_plan import Capacity
 from pallas_kernels.paged_attention import read_pages, write_pages
 
 PAGES_PER_COPY = 8
@@ -52,48 +54,73 @@ def _features(state: DeviceState) -> Any:
     return None if state.drafts is None else state.drafts.features
 
 
-def make_read_pages(
-    mesh: Mesh, specs: DeviceState, group: int
-) -> Callable[[DeviceState, jax.Array], tuple[DeviceState, PageRows]]:
-    """Return the function `(state, pages) -> (state, rows)` over global arrays; rows of pages below 0 are undefined."""
+def _make_read(context: StepContext, capacity: Capacity, key: ProgramKey) -> RankFunction:
+    """Return the program `(params, state, pages) -> (state, rows)`; rows of pages below 0 are undefined."""
+    group = key.size
 
-    def body(state: DeviceState, pages: jax.Array) -> tuple[DeviceState, PageRows]:
-        rows = read_pages(one_rank(state.kv[group]), one_rank(pages))
+    def read(_: Any, state: DeviceState, pages: jax.Array) -> tuple[DeviceState, PageRows]:
+        rows = read_pages(state.kv[group], pages)
         if group == 0 and (features := _features(state)) is not None:
-            rows = (*rows, one_rank(features).at[one_rank(pages)].get(mode="clip"))
-        return state, all_ranks(rows)
+            rows = (*rows, features.at[pages].get(mode="clip"))
+        return state, rows
 
-    parts = partitions(specs)
-    return jax.shard_map(
-        body,
-        mesh=mesh,
-        in_specs=(parts, PartitionSpec(DATA_AXIS)),
-        out_specs=(parts, partitions(row_specs(specs, group))),
-        check_vma=False,
-    )
+    return read
 
 
-def make_write_pages(
-    mesh: Mesh, specs: DeviceState, group: int
-) -> Callable[[DeviceState, jax.Array, PageRows], DeviceState]:
-    """Return the function `(state, pages, rows) -> state` over global arrays; it skips pages below 0."""
+def _make_write(context: StepContext, capacity: Capacity, key: ProgramKey) -> RankFunction:
+    """Return the program `(params, state, pages, *rows) -> (state, ())`, which skips pages below 0."""
+    group = key.size
 
-    def body(state: DeviceState, pages: jax.Array, rows: PageRows) -> DeviceState:
-        own, of_pools = one_rank(pages), one_rank(rows)
+    def write(_: Any, state: DeviceState, pages: jax.Array, *rows: jax.Array) -> tuple[DeviceState, tuple[()]]:
         if group == 0 and (features := _features(state)) is not None:
-            *of_pools, copied = of_pools
-            at = jnp.where(own < 0, features.shape[1], own)
-            features = all_ranks(one_rank(features).at[at].set(copied, mode="drop"))
+            rows, copied = rows[:-1], rows[-1]
+            at = jnp.where(pages < 0, features.shape[0], pages)
+            features = features.at[at].set(copied, mode="drop")
             assert state.drafts is not None
             state = dataclasses.replace(state, drafts=dataclasses.replace(state.drafts, features=features))
-        pool = write_pages(one_rank(state.kv[group]), own, tuple(of_pools))
-        return state.replace(kv=replace_pool(state.kv, group, all_ranks(pool)))  # type: ignore[attr-defined]
+        pool = write_pages(state.kv[group], pages, rows)
+        return dataclasses.replace(state, kv=replace_pool(state.kv, group, pool)), ()
 
-    parts = partitions(specs)
-    return jax.shard_map(
-        body,
-        mesh=mesh,
-        in_specs=(parts, PartitionSpec(DATA_AXIS), partitions(row_specs(specs, group))),
-        out_specs=parts,
-        check_vma=False,
+    return write
+
+
+_PACKING = InputPacking([PackedField("pages", PAGES_PER_COPY, fill=-1)])
+
+
+def read_key(group: int) -> ProgramKey:
+    """Return the key of the program that reads pages of a KV group."""
+    return ProgramKey("read_pages", group)
+
+
+def write_key(group: int) -> ProgramKey:
+    """Return the key of the program that writes pages of a KV group."""
+    return ProgramKey("write_pages", group)
+
+
+def _kind(name: str, **fields: Any) -> ProgramKind:
+    return ProgramKind(
+        name=name,
+        keys=lambda capacity: [ProgramKey(name, group) for group in range(len(capacity.pages_by_group))],
+        packing=lambda capacity, key: _PACKING,
+        wants=lambda config: config.enable_hierarchical_cache,
+        takes_weights=False,
+        **fields,
     )
+
+
+def _rows(state_specs: DeviceState, key: ProgramKey) -> tuple[ArraySpec, ...]:
+    return row_specs(state_specs, key.size)
+
+
+READ_PAGES = _kind(
+    "read_pages",
+    make=_make_read,
+    output=lambda state_specs, key: partitions(_rows(state_specs, key)),
+    stays_divided=True,
+)
+WRITE_PAGES = _kind("write_pages", make=_make_write, rows=_rows)
+
+
+def pack_pages(pages: Sequence[Sequence[int]]) -> np.ndarray:
+    """Return the packed input `[ranks, size]` for at most `PAGES_PER_COPY` pages of each rank."""
+    return np.stack([_PACKING.pack({"pages": own}) for own in pages])

@@ -13,23 +13,19 @@ import functools
 import hashlib
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
 
 from jaxserve.api_types import MAX_STOP_IDS
-from jaxserve.layers.axes import DATA_AXIS
 from jaxserve.layers.embedding import shard_index
-from jaxserve.runtime.devices.mesh import partitions
-from jaxserve.runtime.speculation.draft_model import DraftModel
 from jaxserve.runtime.step.input_packing import InputPacking, PackedField
-from jaxserve.runtime.step.state import COUNT_MASK, FLOATS, INTS, SEEN_IN_PROMPT, DeviceState, all_ranks, one_rank
+from jaxserve.runtime.step.program import ProgramKey, ProgramKind, RankFunction, StepContext
+from jaxserve.runtime.step.state import COUNT_MASK, FLOATS, INTS, SEEN_IN_PROMPT, DeviceState
 from jaxserve.runtime.step.verify import read_tokens
 from jaxserve.step_plan import Capacity, SlotOpen
-from pallas_kernels.ngram_lookup import NgramLookup
 
 # What one call holds for a rank. A step rarely starts more than 16 requests, and the input of `update` stays near 5 KB.
 # On a CPU, padding costs time: 25 us for each penalized slot, 10 us for 500 tokens. For a scatter of 1,024 tokens, XLA
@@ -199,59 +195,47 @@ def _pack(packing: InputPacking, first: _Fields, *lists: tuple[_Fields, int]) ->
         yield packing.pack({**parts, **(first if call == 0 else {})})
 
 
-def make_update(
-    function: Callable[[DeviceState, jax.Array], DeviceState], mesh: Mesh, specs: DeviceState
-) -> Callable[[DeviceState, jax.Array], DeviceState]:
-    """Return `update` or `adjust` over global arrays: `(state, packed) -> state`."""
-    parts = partitions(specs)
-    return jax.shard_map(
-        function, mesh=mesh, in_specs=(parts, PartitionSpec(DATA_AXIS)), out_specs=parts, check_vma=False
-    )
-
-
-def update(state: DeviceState, packed: jax.Array) -> DeviceState:
+def update(_: Any, state: DeviceState, packed: jax.Array) -> tuple[DeviceState, tuple[()]]:
     """Set slots of one rank. Counts are left as they are: only penalized requests read them."""
-    local = one_rank(state)
-    fields = update_packing(len(local.page_tables)).unpack(one_rank(packed))
+    fields = update_packing(len(state.page_tables)).unpack(packed)
     slots = fields["slots"]
     rows = {name: fields[name].reshape(SLOTS, -1) for name in ("ints", "floats", "stop_ids")}
-    sampling = {name: _set(getattr(local.sampling, name), (slots,), row) for name, row in rows.items()}
-    return all_ranks(
-        dataclasses.replace(
-            local,
-            seq_lens=_set(local.seq_lens, (slots,), fields["seq_lens"]),
-            page_tables=tuple(_set_pages(table, group, fields) for group, table in enumerate(local.page_tables)),
-            sampling=dataclasses.replace(
-                local.sampling, bias_ids=_set(local.sampling.bias_ids, (slots,), -1), **sampling
-            ),
-        )
+    sampling = {name: _set(getattr(state.sampling, name), (slots,), row) for name, row in rows.items()}
+    state = dataclasses.replace(
+        state,
+        seq_lens=_set(state.seq_lens, (slots,), fields["seq_lens"]),
+        page_tables=tuple(_set_pages(table, group, fields) for group, table in enumerate(state.page_tables)),
+        sampling=dataclasses.replace(state.sampling, bias_ids=_set(state.sampling.bias_ids, (slots,), -1), **sampling),
     )
+    return state, ()
 
 
-def adjust(state: DeviceState, packed: jax.Array) -> DeviceState:
+def adjust(_: Any, state: DeviceState, packed: jax.Array) -> tuple[DeviceState, tuple[()]]:
     """Clear the counts of penalized slots, then set counts of tokens and biases of one rank."""
-    local, fields = one_rank(state), ADJUST.unpack(one_rank(packed))
-    ids = shard_index(fields["count_ids"], local.counts.shape[1])
-    counts = _set(local.counts, (fields["penalized_slots"],), 0)
+    fields = ADJUST.unpack(packed)
+    ids = shard_index(fields["count_ids"], state.counts.shape[1])
+    counts = _set(state.counts, (fields["penalized_slots"],), 0)
     biases = {
-        name: _set(getattr(local.sampling, name), (fields["bias_slots"], fields["bias_columns"]), fields[name])
+        name: _set(getattr(state.sampling, name), (fields["bias_slots"], fields["bias_columns"]), fields[name])
         for name in ("bias_ids", "bias_values")
     }
-    return all_ranks(
-        dataclasses.replace(
-            local,
-            counts=_set(counts, (fields["count_slots"], ids), fields["counts"].astype(counts.dtype)),
-            sampling=dataclasses.replace(local.sampling, **biases),
-        )
+    state = dataclasses.replace(
+        state,
+        counts=_set(counts, (fields["count_slots"], ids), fields["counts"].astype(counts.dtype)),
+        sampling=dataclasses.replace(state.sampling, **biases),
     )
+    return state, ()
 
 
-def make_read_prompts(drafter: NgramLookup | DraftModel) -> Callable[[DeviceState, jax.Array], DeviceState]:
-    """Return `read_prompts`, which sets the tokens of slots of one rank, and removes their drafts."""
+def _make_read_prompts(context: StepContext, capacity: Capacity, key: ProgramKey) -> RankFunction:
+    drafter = context.drafter
+    assert drafter is not None
 
-    def read_prompts(state: DeviceState, packed: jax.Array) -> DeviceState:
-        local, fields = one_rank(state), READ_PROMPTS.unpack(one_rank(packed))
-        drafts, at = local.drafts, (fields["slots"],)
+    def read_prompts(_: Any, state: DeviceState, packed: jax.Array) -> tuple[DeviceState, tuple[()]]:
+        """Set the tokens of slots of one rank, and remove their drafts."""
+        fields, drafts = READ_PROMPTS.unpack(packed), state.drafts
+        assert drafts is not None
+        at = (fields["slots"],)
         if drafts.ngrams is not None:
             ngrams = dataclasses.replace(
                 drafts.ngrams,
@@ -261,9 +245,35 @@ def make_read_prompts(drafter: NgramLookup | DraftModel) -> Callable[[DeviceStat
             drafts = dataclasses.replace(drafts, ngrams=ngrams)
         drafts = read_tokens(drafts, fields["token_slots"], fields["positions"], fields["tokens"], drafter)
         drafts = dataclasses.replace(drafts, counts=_set(drafts.counts, at, 0))
-        return all_ranks(dataclasses.replace(local, drafts=drafts))
+        return dataclasses.replace(state, drafts=drafts), ()
 
     return read_prompts
+
+
+UPDATE_KEY, ADJUST_KEY, READ_PROMPTS_KEY = map(ProgramKey, ("update", "adjust", "read_prompts"))
+SLOT_UPDATES = (
+    ProgramKind(
+        name="update",
+        keys=lambda capacity: [UPDATE_KEY],
+        make=lambda context, capacity, key: update,
+        packing=lambda capacity, key: update_packing(len(capacity.pages_by_group)),
+        takes_weights=False,
+    ),
+    ProgramKind(
+        name="adjust",
+        keys=lambda capacity: [ADJUST_KEY],
+        make=lambda context, capacity, key: adjust,
+        packing=lambda capacity, key: ADJUST,
+        takes_weights=False,
+    ),
+    ProgramKind(
+        name="read_prompts",
+        keys=lambda capacity: [READ_PROMPTS_KEY] if capacity.max_drafts else [],
+        make=_make_read_prompts,
+        packing=lambda capacity, key: READ_PROMPTS,
+        takes_weights=False,
+    ),
+)
 
 
 def _set_pages(table: jax.Array, group: int, fields: dict[str, jax.Array]) -> jax.Array:

@@ -1,6 +1,6 @@
 """The step program: embed, layers, head and sampling, over the whole mesh.
 
-`make_step` wraps `step` in one `shard_map`: inside, code sees one shard of one rank.
+Its code sees one shard of one rank: `programs/builder.py` wraps it in a `shard_map`.
 """
 
 from __future__ import annotations
@@ -15,49 +15,30 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, UInt32
 
 from jaxserve.layers.axes import DATA_AXIS
 from jaxserve.layers.batch import Beside
 from jaxserve.layers.embedding import mask_padding, shard_index
-from jaxserve.models.config import ModelConfig
 from jaxserve.models.registry import family
 from jaxserve.runtime.devices.mesh import partitions
 from jaxserve.runtime.speculation.draft_model import DraftModel
 from jaxserve.runtime.step import batch as batches
 from jaxserve.runtime.step import sampling, verify
-from jaxserve.runtime.step.batch import StepInput, StepShape
+from jaxserve.runtime.step.batch import StepInput, StepShape, step_packing, step_shape
 from jaxserve.runtime.step.features import keep_features
 from jaxserve.runtime.step.groups import in_groups
+from jaxserve.runtime.step.input_packing import InputPacking
+from jaxserve.runtime.step.program import ProgramKey, ProgramKind, RankFunction, StepContext
 from jaxserve.runtime.step.sampling import Logprobs, Rows
-from jaxserve.runtime.step.state import INTS, DeviceState, Drafts, all_ranks, one_rank
+from jaxserve.runtime.step.state import INTS, DeviceState, Drafts
 from jaxserve.runtime.step.verify import Drawn
-from pallas_kernels.ngram_lookup import NgramLookup
-from pallas_kernels.paged_attention import Backend
+from jaxserve.step_plan import Capacity, StepKind
 
 # Positions whose logits exist at once for the log probabilities of a prompt
 PROMPT_LOGIT_ROWS = 16
 PROMPT_LOGIT_ROWS_ON_GPU = 128
-
-
-@dataclasses.dataclass(frozen=True)
-class StepContext:
-    """The static facts that all steps of a deployment share.
-
-    `sample_rows` is the number of rows whose logits exist at once: rows are sampled in groups of this size, and those
-    after the last live row are left out. None samples all rows at once, which suits a GPU. `drafter` says how drafts
-    are made, if there are any.
-    """
-
-    model: ModelConfig
-    backend: Backend
-    sample_rows: int | None
-    drafter: NgramLookup | DraftModel | None = None
-
-    def own_weights(self, params: Any) -> Any:
-        """Return the model's own weights, of what programs take."""
-        return params[0] if isinstance(self.drafter, DraftModel) else params
 
 
 @flax.struct.dataclass
@@ -80,47 +61,42 @@ class StepOutput:
     expert_tokens: UInt32[Array, "mixtures experts"] | None
 
 
-def make_step(
-    context: StepContext,
-    shape: StepShape,
-    mesh: Mesh,
-    param_specs: Any,
-    state_specs: DeviceState,
-    *,
-    replicate_output: bool = False,
-) -> Callable[..., tuple[DeviceState, StepOutput]]:
-    """Return the function `(params, state, packed) -> (state, output)` of one program, over global arrays.
+def _make(context: StepContext, capacity: Capacity, key: ProgramKey) -> RankFunction:
+    shape = step_shape(key, capacity)
+    return lambda params, state, packed: step(params, state, packed, context, shape)
 
-    With `replicate_output`, every device holds the output of all ranks, as a process can't read another's devices.
-    """
 
-    state_parts = partitions(state_specs)
+def _output(state_specs: DeviceState, key: ProgramKey) -> StepOutput:
     ranks = PartitionSpec(DATA_AXIS)
-    output_parts = StepOutput(ranks, ranks, ranks, ranks, state_parts.expert_tokens)  # type: ignore[arg-type]
-
-    def body(params: Any, state: DeviceState, packed: jax.Array) -> tuple[DeviceState, StepOutput]:
-        new_state, output = map(all_ranks, step(params, one_rank(state), one_rank(packed), context, shape))
-        if replicate_output:
-            output = jax.tree.map(lambda part, x: jax.tree.map(lambda x: gathered(x, part), x), output_parts, output)
-        return new_state, output
-
-    # The name of the program in profiles and in its compiled text.
-    body.__name__ = str(shape.key).replace("-", "_")
-    return jax.shard_map(
-        body,
-        mesh=mesh,
-        in_specs=(partitions(param_specs), state_parts, ranks),
-        out_specs=(state_parts, PartitionSpec() if replicate_output else output_parts),
-        check_vma=False,
+    logprobs = Logprobs(ranks, ranks, ranks)  # type: ignore[arg-type]
+    return StepOutput(
+        ranks,  # type: ignore[arg-type]
+        ranks,  # type: ignore[arg-type]
+        None if key.greedy else logprobs,
+        logprobs if key.kind == "prompt_logprobs" else None,
+        partitions(state_specs.expert_tokens),
     )
 
 
-def gathered(x: jax.Array, parts: PartitionSpec) -> jax.Array:
-    """Return the whole array of which `x` is this shard's part."""
-    for axis, names in enumerate(parts):
-        if names is not None and lax.axis_size(names) > 1:
-            x = lax.all_gather(x, names, axis=axis, tiled=True)
-    return x
+def _kind(name: StepKind, **fields: Any) -> ProgramKind:
+    """Return the record of a kind of step; only decodes alone need no sampler if all are greedy."""
+
+    def keys(capacity: Capacity) -> list[ProgramKey]:
+        samplers = (True, False) if name == "decode" else (False,)
+        return [ProgramKey(name, size, greedy) for size in capacity.buckets(name) for greedy in samplers]
+
+    def packing(capacity: Capacity, key: ProgramKey) -> InputPacking:
+        return step_packing(step_shape(key, capacity))
+
+    return ProgramKind(name=name, keys=keys, make=_make, packing=packing, output=_output, is_step=True, **fields)
+
+
+STEPS = (
+    _kind("decode", num_decoding=lambda capacity, size: size),
+    _kind("verify", num_decoding=lambda capacity, size: size // (1 + capacity.max_drafts), compiles_long=True),
+    _kind("mixed", compiles_long=True),
+    _kind("prompt_logprobs", compiles_long=True),
+)
 
 
 def step(
@@ -216,7 +192,7 @@ def _draw(
         wanted = hidden.at[last].get(mode="promise_in_bounds") if not shape.decode_only else hidden
         rows = Rows(inputs.slots, batch.kv_lens, inputs.samples)
         live = jnp.max(jnp.where(inputs.samples, jnp.arange(1, shape.rows + 1, dtype=jnp.int32), 0))
-        tokens, logprobs = sample_rows(logits, wanted, rows, live, state, context, greedy=shape.key.greedy)
+        tokens, logprobs = sample_rows(logits, wanted, rows, live, state, context, greedy=bool(shape.key.greedy))
         ones = jnp.ones_like(batch.kv_lens)
         return Drawn(tokens[:, None], ones, ones, ones, batch.kv_lens), logprobs
     assert state.drafts is not None

@@ -6,10 +6,11 @@ from typing import Any
 import numpy as np
 
 from jaxserve.runtime.execution.device_commands import BroadcastCommands, FollowerExecutor, LocalCommands
-from jaxserve.runtime.programs.builder import ADJUST_KEY, UPDATE_KEY, read_key, write_key
-from jaxserve.runtime.step.batch import StepKey
+from jaxserve.runtime.step.page_copies import read_key, write_key
+from jaxserve.runtime.step.program import ProgramKey
+from jaxserve.runtime.step.slot_update import ADJUST_KEY, UPDATE_KEY
 
-DECODE = StepKey("decode", 4, True)
+DECODE = ProgramKey("decode", 4, True)
 
 
 class Host:
@@ -31,25 +32,27 @@ def _programs(log: list[Any]) -> dict[Any, Any]:
     """Return fake programs, each of which adds its input to a state whose only leaf is a number."""
     Leaves = tuple[int]
 
-    def step(params: Leaves, state: Leaves, packed: np.ndarray) -> tuple[Leaves, Leaves]:
+    Result = tuple[Leaves, Any]
+
+    def step(params: Leaves, state: Leaves, packed: np.ndarray) -> Result:
         log.append(("step", packed.tolist()))
         return (state[0] + params[0] * int(packed.sum()),), state
 
-    def update(state: Leaves, packed: np.ndarray) -> Leaves:
+    def update(params: tuple[()], state: Leaves, packed: np.ndarray) -> Result:
         log.append(("update", packed.tolist()))
-        return (state[0] + int(packed.sum()),)
+        return (state[0] + int(packed.sum()),), ()
 
-    def adjust(state: Leaves, packed: np.ndarray) -> Leaves:
+    def adjust(params: tuple[()], state: Leaves, packed: np.ndarray) -> Result:
         log.append(("adjust", packed.tolist()))
-        return (state[0] - int(packed.sum()),)
+        return (state[0] - int(packed.sum()),), ()
 
-    def read(state: Leaves, packed: np.ndarray) -> tuple[Leaves, int]:
+    def read(params: tuple[()], state: Leaves, packed: np.ndarray) -> Result:
         log.append(("read", packed.tolist()))
-        return state, state[0] * 2
+        return state, (state[0] * 2,)
 
-    def write(state: Leaves, packed: np.ndarray, rows: int) -> Leaves:
-        log.append(("write", packed.tolist(), rows))
-        return (state[0] + rows,)
+    def write(params: tuple[()], state: Leaves, packed: np.ndarray, row: int) -> Result:
+        log.append(("write", packed.tolist(), row))
+        return (state[0] + row,), ()
 
     return {DECODE: step, UPDATE_KEY: update, ADJUST_KEY: adjust, read_key(1): read, write_key(1): write}
 
@@ -60,13 +63,13 @@ def test_a_follower_runs_the_same_commands_with_the_same_bytes() -> None:
     here, there = (LocalCommands(3, 1, _programs(log), [Host(), Host()]) for log in logs)  # type: ignore[arg-type]
     leader = BroadcastCommands(here, sent.append)
     packed = np.arange(6, dtype=np.int32).reshape(2, 3)
-    leader.update(UPDATE_KEY, packed)
-    leader.update(ADJUST_KEY, packed + 2)
-    leader.step(DECODE, packed * 2)
-    leader.save(1, packed + 1, [[1], []])
-    leader.step(DECODE, packed)
-    leader.load(1, packed - 7, [[1], []])
-    leader.step(DECODE, -packed)
+    leader.run(UPDATE_KEY, packed)
+    leader.run(ADJUST_KEY, packed + 2)
+    leader.run(DECODE, packed * 2)
+    leader.save(1, [[3, 4], [5]], [[1], []])
+    leader.run(DECODE, packed)
+    leader.load(1, [[], [6]], [[1], []])
+    leader.run(DECODE, -packed)
     follower = FollowerExecutor(there, _programs([]), 2, lambda reason: None)
     for command in sent:
         follower.execute(command)
@@ -78,7 +81,7 @@ def test_a_follower_runs_the_same_commands_with_the_same_bytes() -> None:
 def test_a_command_is_sent_before_it_runs() -> None:
     log: list[Any] = []
     calls = BroadcastCommands(LocalCommands(1, 0, _programs(log)), lambda _: log.append("sent"))
-    calls.step(DECODE, np.zeros((1, 1), np.int32))
+    calls.run(DECODE, np.zeros((1, 1), np.int32))
     assert log == ["sent", ("step", [[0]])]
 
 
@@ -91,6 +94,6 @@ def test_a_failed_step_of_a_follower_is_reported() -> None:
     told: queue.SimpleQueue[str] = queue.SimpleQueue()
     follower = FollowerExecutor(LocalCommands(0, 0, programs), programs, 1, told.put)  # type: ignore[arg-type]
     sent: list[bytes] = []
-    BroadcastCommands(LocalCommands(0, 0, programs), sent.append).step(DECODE, np.zeros((1, 1), np.int32))  # type: ignore[arg-type]
+    BroadcastCommands(LocalCommands(0, 0, programs), sent.append).run(DECODE, np.zeros((1, 1), np.int32))  # type: ignore[arg-type]
     follower.execute(sent[0])
     assert told.get(timeout=60) == "a step failed: RuntimeError: out of memory"

@@ -10,12 +10,12 @@ import pytest
 from jaxserve.runtime.execution.device_commands import LocalCommands
 from jaxserve.runtime.execution.executor import DeviceExecutor
 from jaxserve.runtime.execution.host_pool import HostPool
-from jaxserve.runtime.programs.builder import ADJUST_KEY, KV_SCALES_KEY, UPDATE_KEY, read_key, step_keys, write_key
-from jaxserve.runtime.programs.program_set import ProgramKey
-from jaxserve.runtime.step.batch import StepKey
-from jaxserve.runtime.step.page_copies import row_specs
+from jaxserve.runtime.programs.table import KINDS, step_keys
+from jaxserve.runtime.step.kv_scales import KV_SCALES_KEY
+from jaxserve.runtime.step.page_copies import read_key, row_specs, write_key
+from jaxserve.runtime.step.program import ProgramKey
 from jaxserve.runtime.step.sampling import Logprobs
-from jaxserve.runtime.step.slot_update import SLOTS, update_packing
+from jaxserve.runtime.step.slot_update import ADJUST_KEY, SLOTS, UPDATE_KEY, update_packing
 from jaxserve.runtime.step.step import StepOutput
 from jaxserve.step_plan import Capacity, StepPlan
 from tests.runtime.tiny import CAPACITY, builder, mesh, opening, params, prefill, specs, zero_state
@@ -40,17 +40,17 @@ class Commands:
     """A fake of the devices. Row r of rank k draws token 10 * k + r; all its log probabilities are -1."""
 
     def __init__(self, num_ranks: int = 1) -> None:
-        self.updates: list[tuple[str, np.ndarray]] = []
-        self.steps: list[tuple[object, np.ndarray]] = []
+        self.updates: list[tuple[ProgramKey, np.ndarray]] = []
+        self.steps: list[tuple[ProgramKey, np.ndarray]] = []
         shape = (num_ranks, 8)
         tokens = np.arange(8) + 10 * np.arange(num_ranks)[:, None]
         self.tokens = Output(tokens[:, :, None])
         self.logprobs = [Output(x) for x in (np.full(shape, -1.0), np.zeros((*shape, 20)), np.full((*shape, 20), -1.0))]
 
-    def update(self, key: str, packed: np.ndarray) -> None:
-        self.updates.append((key, packed))
-
-    def step(self, key: object, packed: np.ndarray) -> StepOutput:
+    def run(self, key: ProgramKey, packed: np.ndarray) -> StepOutput | None:
+        if not KINDS[key.kind].takes_weights:
+            self.updates.append((key, packed))
+            return None
         self.steps.append((key, packed))
         return StepOutput(self.tokens, self.tokens, Logprobs(*self.logprobs), None, None)  # type: ignore[arg-type]
 
@@ -69,7 +69,7 @@ def test_the_first_prompts_decide_the_kv_scales_before_their_step() -> None:
     capacity = msgspec.structs.replace(CAPACITY, num_ranks=2)
     executor = DeviceExecutor(commands, capacity, calculates_kv_scales=True)  # type: ignore[arg-type]
 
-    def dispatch(*chunks: Any) -> list[object]:
+    def dispatch(*chunks: Any) -> list[ProgramKey]:
         plan = StepPlan(opens=[], chunks=list(chunks), closes=[], num_decodes=0, greedy=False)
         executor._sampling.update({(chunk.rank, chunk.slot): opening(0).sampling for chunk in chunks})
         before = len(commands.steps)
@@ -78,7 +78,7 @@ def test_the_first_prompts_decide_the_kv_scales_before_their_step() -> None:
 
     executor.connect()
     on_the_other_rank = msgspec.structs.replace(prefill(1, 0, [4, 5]), rank=1)
-    step = StepKey("mixed", 8, False)
+    step = ProgramKey("mixed", 8, False)
     assert dispatch(prefill(0, 0, [1, 2, 3]), on_the_other_rank) == [KV_SCALES_KEY, step]
     assert dispatch(prefill(2, 0, [6, 7])) == [step]
     [scales] = [packed for key, packed in commands.steps if key == KV_SCALES_KEY]

@@ -19,9 +19,10 @@ from jaxserve.runtime.execution.device_commands import LocalCommands
 from jaxserve.runtime.execution.executor import DeviceExecutor
 from jaxserve.runtime.execution.host_pool import HostPool
 from jaxserve.runtime.programs.builder import ProgramBuilder
-from jaxserve.runtime.programs.program_set import ProgramKey
+from jaxserve.runtime.programs.table import KINDS
 from jaxserve.runtime.sizing.deployment import Deployment, deploy
 from jaxserve.runtime.step.page_copies import PAGES_PER_COPY, row_specs
+from jaxserve.runtime.step.program import ProgramKey
 from jaxserve.runtime.step.state import make_state
 from jaxserve.step_plan import Chunk, SlotOpen, StepPlan
 from jaxserve.weights.dummy import dummy_params
@@ -152,7 +153,7 @@ def test_a_page_is_copied_in_its_own_group_alone() -> None:
     made, programs = _deployed(swa_full_tokens_ratio=0.8)
     engine = Engine(made, programs)
     before = jax.tree.map(np.asarray, engine.commands._state)
-    engine.executor.warm_up([key for key in made.program_keys if isinstance(key, str)])
+    engine.executor.warm_up([key for key in made.program_keys if not KINDS[key.kind].is_step])
     for ours, theirs in zip(engine.commands._state, before, strict=True):
         np.testing.assert_array_equal(np.asarray(ours), theirs)
     engine.fill(0, 15, 5.0)

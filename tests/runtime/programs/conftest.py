@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from jaxserve.runtime.programs.program_cache import build_programs
-from jaxserve.runtime.programs.program_set import ProgramKey
+from jaxserve.runtime.step.program import ProgramKey
 from tests.runtime.programs.large_pool import CAPACITY, KEYS
 from tests.runtime.tiny import builder
 

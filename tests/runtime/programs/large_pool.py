@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxserve.runtime.programs.builder import ADJUST_KEY, UPDATE_KEY, read_key, step_keys, write_key
-from jaxserve.runtime.programs.program_set import ProgramKey
+from jaxserve.runtime.programs.table import step_keys
 from jaxserve.runtime.step.batch import pack_step, step_shape
+from jaxserve.runtime.step.page_copies import read_key, write_key
+from jaxserve.runtime.step.program import ProgramKey
+from jaxserve.runtime.step.slot_update import ADJUST_KEY, UPDATE_KEY
 from jaxserve.runtime.step.state import DeviceState
 from jaxserve.step_plan import Capacity, StepPlan
 from tests.runtime.tiny import on_trees, open_slots, opening, params, prefill, zero_state

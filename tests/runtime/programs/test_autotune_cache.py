@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from jaxserve.runtime.programs.autotune_cache import autotune_folder, autotune_options, report_tuning
-from jaxserve.runtime.programs.builder import UPDATE_KEY, ProgramBuilder
+from jaxserve.runtime.programs.builder import ProgramBuilder
+from jaxserve.runtime.step.slot_update import UPDATE_KEY
 from tests.runtime.tiny import builder
 
 GPU = SimpleNamespace(platform="gpu", device_kind="NVIDIA H200")

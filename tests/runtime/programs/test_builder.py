@@ -10,9 +10,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from jaxserve.runtime.programs.builder import step_keys
-from jaxserve.runtime.programs.program_set import ProgramKey
-from jaxserve.runtime.step.batch import StepKey
+from jaxserve.runtime.programs.table import step_keys
+from jaxserve.runtime.step.program import ProgramKey
 from tests.runtime.programs.large_pool import CAPACITY, KEYS, STEPS, first_step
 from tests.runtime.tiny import open_slots, opening, specs, zero_state
 
@@ -42,7 +41,7 @@ def test_the_state_is_aliased_not_copied(programs: dict[ProgramKey, Any], key: P
 
 
 @pytest.mark.parametrize("key", STEPS, ids=str)
-def test_profiles_can_tell_the_parts_of_a_step_apart(programs: dict[ProgramKey, Any], key: StepKey) -> None:
+def test_profiles_can_tell_the_parts_of_a_step_apart(programs: dict[ProgramKey, Any], key: ProgramKey) -> None:
     text = programs[key].as_text()
     name = str(key).replace("-", "_")
     assert text.startswith(f"HloModule jit_{name},")

@@ -14,8 +14,9 @@ import pytest
 
 from jaxserve.config.schema import EngineConfig
 from jaxserve.errors import ConfigError
-from jaxserve.runtime.programs.builder import UPDATE_KEY, program_path
+from jaxserve.runtime.programs.builder import program_path
 from jaxserve.runtime.programs.bundle import load_bundle, read_manifest, sized_like_bundle, write_manifest
+from jaxserve.runtime.step.slot_update import UPDATE_KEY
 from tests.runtime.tiny import CAPACITY, builder, open_slots, opening, zero_state
 
 

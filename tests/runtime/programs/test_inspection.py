@@ -9,15 +9,16 @@ from typing import Any
 import jax
 import pytest
 
-from jaxserve.runtime.programs.builder import UPDATE_KEY, ProgramBuilder
+from jaxserve.runtime.programs.builder import ProgramBuilder
 from jaxserve.runtime.programs.hlo import Instruction, instructions
 from jaxserve.runtime.programs.inspection import KernelReport, compile_and_inspect, own_kernels_of
 from jaxserve.runtime.programs.kernel_names import kernel_name
-from jaxserve.runtime.step.batch import StepKey
+from jaxserve.runtime.step.program import ProgramKey
+from jaxserve.runtime.step.slot_update import UPDATE_KEY
 from tests.runtime.programs.large_pool import CAPACITY
 from tests.runtime.tiny import builder
 
-DECODE = StepKey("decode", 4, True)
+DECODE = ProgramKey("decode", 4, True)
 GPU_CODE = Path(__file__).parents[2] / "fixtures" / "gpu_code.bin"
 TEXT = """\
 ENTRY %main (x: f32[128,128]) -> f32[128,128] {

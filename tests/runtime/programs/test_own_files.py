@@ -10,10 +10,11 @@ import pytest
 
 from jaxserve.config.schema import EngineConfig
 from jaxserve.errors import ConfigError
-from jaxserve.runtime.programs.builder import UPDATE_KEY, program_path
+from jaxserve.runtime.programs.builder import program_path
 from jaxserve.runtime.programs.bundle import load_bundle, read_manifest, write_manifest
 from jaxserve.runtime.programs.own_files import UntrustedFileError, check_owner, read_trusted, write_private
 from jaxserve.runtime.programs.program_cache import build_programs
+from jaxserve.runtime.step.slot_update import UPDATE_KEY
 from tests.runtime.tiny import builder
 
 pytestmark = pytest.mark.slow

@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 
 from jaxserve.runtime.programs import program_cache
-from jaxserve.runtime.programs.builder import UPDATE_KEY
 from jaxserve.runtime.programs.compile_counter import CompileCounter
 from jaxserve.runtime.programs.program_cache import build_programs
-from jaxserve.runtime.programs.program_set import ProgramKey
-from jaxserve.runtime.step.batch import StepKey
+from jaxserve.runtime.step.program import ProgramKey
+from jaxserve.runtime.step.slot_update import UPDATE_KEY
 from tests.runtime.programs.large_pool import CAPACITY, KEYS, first_step
 from tests.runtime.tiny import builder
 from tests.selection import grid
@@ -50,15 +49,15 @@ def test_a_damaged_program_is_compiled_again(
 
 
 @pytest.fixture
-def wanted(monkeypatch: pytest.MonkeyPatch) -> StepKey:
+def wanted(monkeypatch: pytest.MonkeyPatch) -> ProgramKey:
     """A program that is not needed first."""
-    wanted = StepKey("decode", 4, True)
+    wanted = ProgramKey("decode", 4, True)
     monkeypatch.setattr(program_cache, "needed_first", lambda keys: [key for key in keys if key != wanted])
     return wanted
 
 
 def test_programs_not_needed_first_are_loaded_in_the_background(
-    programs: dict[ProgramKey, Any], kept: Path, wanted: StepKey
+    programs: dict[ProgramKey, Any], kept: Path, wanted: ProgramKey
 ) -> None:
     counter = CompileCounter()
     loaded, compiled = build_programs(builder(CAPACITY), KEYS, kept, background=True)
@@ -69,14 +68,14 @@ def test_programs_not_needed_first_are_loaded_in_the_background(
 
 
 def test_a_damaged_background_program_is_dropped_and_compiled_by_the_next_start(
-    programs: dict[ProgramKey, Any], kept: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, wanted: StepKey
+    programs: dict[ProgramKey, Any], kept: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, wanted: ProgramKey
 ) -> None:
     shutil.copytree(kept, tmp_path / "kept")
     [path] = (tmp_path / "kept").glob(f"*/{wanted}.xla")
     path.write_bytes(b"garbage")
     loaded, compiled = build_programs(builder(CAPACITY), KEYS, tmp_path / "kept", background=True)
     assert (set(loaded), compiled) == ({*KEYS} - {wanted}, 0)
-    assert loaded.substitute(wanted) == StepKey("decode", 4, False)
+    assert loaded.substitute(wanted) == ProgramKey("decode", 4, False)
     assert f"kept program {wanted} can't be loaded" in caplog.text
     assert build_programs(builder(CAPACITY), KEYS, tmp_path / "kept")[1] == 1
 

@@ -8,13 +8,15 @@ from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
 
-from jaxserve.runtime.programs.program_set import Program, ProgramKey, ProgramSet, needed_first
-from jaxserve.runtime.step.batch import StepKey
+from jaxserve.runtime.programs.program_set import Program, ProgramSet, by_requests, needed_first
+from jaxserve.runtime.step.program import ProgramKey
+from tests.runtime.tiny import CAPACITY
 
-DECODES = [StepKey("decode", size, greedy) for size in (1, 2, 8) for greedy in (True, False)]
-MIXED = [StepKey("mixed", size, False) for size in (64, 512)]
-PROMPT = StepKey("prompt_logprobs", 64, False)
-KEYS: list[ProgramKey] = ["update", *DECODES, *MIXED, PROMPT]
+DECODES = [ProgramKey("decode", size, greedy) for size in (1, 2, 8) for greedy in (True, False)]
+MIXED = [ProgramKey("mixed", size, False) for size in (64, 512)]
+PROMPT = ProgramKey("prompt_logprobs", 64, False)
+UPDATE = ProgramKey("update")
+KEYS = [UPDATE, *DECODES, *MIXED, PROMPT]
 
 
 def program(key: ProgramKey) -> Program:
@@ -22,13 +24,13 @@ def program(key: ProgramKey) -> Program:
 
 
 def loading(fetch: Callable[[ProgramKey], Program]) -> ProgramSet:
-    first: list[ProgramKey] = ["update", DECODES[-1], MIXED[1], PROMPT]
-    pending = [key for key in KEYS if isinstance(key, StepKey) and key not in first]
+    first = [UPDATE, DECODES[-1], MIXED[1], PROMPT]
+    pending = by_requests([key for key in KEYS if key not in first], CAPACITY)
     return ProgramSet({key: program(key) for key in first}, pending, fetch)
 
 
 def test_programs_needed_first_run_every_step_and_a_first_request():
-    more = [*KEYS, StepKey("mixed", 128, False)]
+    more = [*KEYS, ProgramKey("mixed", 128, False)]
     assert sorted(map(str, needed_first(more))) == [
         *("decode-1-full", "decode-1-greedy", "decode-8-full", "mixed-512-full", "mixed-64-full"),
         *("prompt_logprobs-64-full", "update"),
@@ -70,7 +72,7 @@ def test_a_step_waits_for_its_own_program_which_is_loaded_next(goes_on: threadin
     goes_on.release(len(KEYS))
     assert set(programs) == set(KEYS)
     assert programs.num_pending == 0
-    assert all(programs.substitute(key) == key for key in KEYS if isinstance(key, StepKey))
+    assert all(programs.substitute(key) == key for key in KEYS)
 
 
 def test_a_program_that_fails_to_load_is_dropped(caplog: pytest.LogCaptureFixture):

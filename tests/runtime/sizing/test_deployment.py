@@ -17,8 +17,10 @@ from jaxserve.quant import GGUF_TYPES, held_weights
 from jaxserve.runtime.devices.device import DeviceFacts, facts_of_target
 from jaxserve.runtime.devices.mesh import device_bytes, make_mesh
 from jaxserve.runtime.programs.bundle import read_manifest, sized_like_bundle, write_manifest
+from jaxserve.runtime.programs.table import step_keys
 from jaxserve.runtime.sizing.deployment import Deployment, deploy, read_stored
 from jaxserve.runtime.sizing.temp_memory import TempMemory, with_temp_memory
+from jaxserve.runtime.step.page_copies import read_key, write_key
 from jaxserve.runtime.step.state import max_pages
 from pallas_kernels.paged_attention import KernelTarget
 from pallas_kernels.quantized_matmul import PackedWeight
@@ -109,7 +111,7 @@ def test_programs_follow_from_the_sizes() -> None:
     made = _deploy(cuda_graph_bs=(2,), max_running_requests=4)
     builder = made.builder(mesh())
     assert builder.capacity == made.capacity
-    assert [str(key) for key in made.step_keys][:3] == ["decode-2-greedy", "decode-2-full", "decode-4-greedy"]
+    assert [str(key) for key in step_keys(made.capacity)][:3] == ["decode-2-greedy", "decode-2-full", "decode-4-greedy"]
     assert builder.context.sample_rows == 32
     gpu = deploy(EngineConfig(), model(), facts_of_target("nvidia-h200"))
     assert gpu.builder(make_mesh(jax.devices("cpu"))).context.sample_rows is None
@@ -214,8 +216,8 @@ def test_every_suggested_total_has_pools_that_kernels_can_address() -> None:
 
 def test_a_hierarchical_cache_adds_the_programs_that_copy_pages() -> None:
     plain, tiered = _deploy(), _deploy(enable_hierarchical_cache=True)
-    assert [key for key in tiered.program_keys if key not in plain.program_keys] == ["read_pages_0", "write_pages_0"]
-    assert tiered.step_keys == plain.step_keys
+    assert [key for key in tiered.program_keys if key not in plain.program_keys] == [read_key(0), write_key(0)]
+    assert step_keys(tiered.capacity) == step_keys(plain.capacity)
 
 
 def _of_gguf(device: DeviceFacts = CPU, **options: Any) -> Deployment:

@@ -14,11 +14,11 @@ from jaxserve.runtime.programs.cost import Grouping, LaunchCost, ProgramCost
 from jaxserve.runtime.sizing.deployment import Deployment, deploy
 from jaxserve.runtime.sizing.prediction import CONTEXT, predict
 from jaxserve.runtime.sizing.roofline import roofline
-from jaxserve.runtime.step.batch import StepKey
+from jaxserve.runtime.step.program import ProgramKey
 from tests.tiny_model import CONFIG
 
 H200 = load_target("nvidia-h200")
-DECODE, MIXED = StepKey("decode", 64, True), StepKey("mixed", 256, False)
+DECODE, MIXED = ProgramKey("decode", 64, True), ProgramKey("mixed", 256, False)
 GRAPH = Grouping(top=1, command_buffers=1, host_waits=0)
 
 

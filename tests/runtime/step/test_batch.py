@@ -10,7 +10,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from jaxserve.runtime.step.batch import StepInput, StepKey, choose_program, pack_step, step_shape, unpack_step
+from jaxserve.runtime.step.batch import StepInput, choose_program, pack_step, step_shape, unpack_step
+from jaxserve.runtime.step.program import ProgramKey
 from jaxserve.runtime.step.state import DeviceState, one_rank
 from jaxserve.step_plan import Chunk, StepPlan, WindowGroup
 from tests.runtime.tiny import CAPACITY, decode, prefill, zero_state
@@ -33,7 +34,7 @@ def _state() -> DeviceState:
     )
 
 
-def _through(plan: StepPlan) -> tuple[StepKey, StepInput, DeviceState]:
+def _through(plan: StepPlan) -> tuple[ProgramKey, StepInput, DeviceState]:
     key = choose_program(plan, CAPACITY)
     shape = step_shape(key, CAPACITY)
     [packed] = pack_step(plan, shape, CAPACITY)
@@ -54,7 +55,7 @@ def test_mixed_step() -> None:
             prefill(1, 4, [9, 8], (7,), sample=False),
         )
     )
-    assert key == StepKey("mixed", 16, False)
+    assert key == ProgramKey("mixed", 16, False)
     batch = inputs.batch
     _equal(batch.tokens[:9], [55, 44, 1, 2, 3, 4, 5, 9, 8])
     _equal(batch.positions, [7, 8, 0, 1, 2, 3, 4, 4, 5] + [0] * 7)
@@ -73,7 +74,7 @@ def test_mixed_step() -> None:
 
 def test_rows_without_a_chunk_touch_no_slot() -> None:
     key, inputs, state = _through(_plan(decode(2, 7), prefill(3, 0, [1, 2], (5,))))
-    assert key == StepKey("mixed", 8, False)
+    assert key == ProgramKey("mixed", 8, False)
     _equal(inputs.batch.query_starts, [0, 1, 3, 3, 3])
     _equal(inputs.batch.kv_lens, [8, 2, 0, 0])
     _equal(inputs.batch.positions, [7, 0, 1, 0, 0, 0, 0, 0])
@@ -85,7 +86,7 @@ def test_rows_without_a_chunk_touch_no_slot() -> None:
 
 def test_decode_step() -> None:
     key, inputs, state = _through(_plan(decode(2, 7), decode(0, 8, (13,)), decode(1, 4, (17,)), greedy=True))
-    assert key == StepKey("decode", 4, True)
+    assert key == ProgramKey("decode", 4, True)
     batch = inputs.batch
     _equal(batch.tokens[:3], [55, 44, 33])
     _equal(batch.positions[:3], [7, 8, 4])
@@ -135,7 +136,7 @@ def test_prompt_logprobs_get_their_targets() -> None:
     key, inputs, _ = _through(
         _plan(decode(0, 8, (13,)), prefill(3, 0, [1, 2, 3], (5,), sample=False, logits=3, target=7), prefill(1, 4, [9]))
     )
-    assert key == StepKey("prompt_logprobs", 8, False)
+    assert key == ProgramKey("prompt_logprobs", 8, False)
     assert inputs.targets is not None
     _equal(inputs.targets[1:4], [2, 3, 7])
 

@@ -13,12 +13,13 @@ import pytest
 
 from jaxserve.models.registry import family
 from jaxserve.runtime.devices.mesh import shardings
-from jaxserve.runtime.programs.builder import ADJUST_KEY, KV_SCALES_KEY, UPDATE_KEY, ProgramBuilder
+from jaxserve.runtime.programs.builder import ProgramBuilder
 from jaxserve.runtime.step import kv_scales
-from jaxserve.runtime.step.batch import StepKey, pack_step, step_shape
-from jaxserve.runtime.step.kv_scales import pack_prompts
+from jaxserve.runtime.step.batch import pack_step, step_shape
+from jaxserve.runtime.step.kv_scales import KV_SCALES_KEY, pack_prompts
+from jaxserve.runtime.step.program import ProgramKey, StepContext
+from jaxserve.runtime.step.slot_update import ADJUST_KEY, UPDATE_KEY
 from jaxserve.runtime.step.state import DeviceState, make_state, state_specs
-from jaxserve.runtime.step.step import StepContext
 from jaxserve.step_plan import StepPlan
 from pallas_kernels.paged_attention import REFERENCE
 from tests.runtime.tiny import (
@@ -66,7 +67,7 @@ def test_scales_are_the_largest_keys_and_values_of_each_layer(program: Any, spec
 
 def _filled_pool() -> list[np.ndarray]:
     """Return the keys and values of a pool in float32 after a step over the tokens."""
-    plain, key = builder(), StepKey("mixed", 16, False)
+    plain, key = builder(), ProgramKey("mixed", 16, False)
     programs = {name: plain.compile(name) for name in (UPDATE_KEY, ADJUST_KEY, key)}
     state = open_slots(programs, zero_state(CAPACITY), opening(0, TOKENS))
     plan = StepPlan(opens=[], chunks=[prefill(0, 0, TOKENS, (5, 0, 3))], closes=[], num_decodes=0, greedy=False)

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.runtime.execution.host_pool import HostPool
-from jaxserve.runtime.programs.builder import read_key, write_key
-from jaxserve.runtime.step.page_copies import PAGES_PER_COPY, row_specs
+from jaxserve.runtime.step.page_copies import PAGES_PER_COPY, read_key, row_specs, write_key
 from jaxserve.runtime.step.state import DeviceState
 from tests.runtime.tiny import CAPACITY, builder, on_trees, specs, zero_state
 
@@ -34,11 +33,11 @@ def test_pages_are_copied_to_the_host_and_back_to_other_pages() -> None:
     state = _random_state()
     before = jax.tree.map(np.array, state)
     host = HostPool(row_specs(specs(CAPACITY), 0), 10)
-    state, rows = _program(read_key(0))(state, _pages(7, 2, 19))
+    state, rows = _program(read_key(0))((), state, _pages(7, 2, 19))
     host.store([[9, 0, 4]], rows)
     for one, other in zip(jax.tree.leaves(before), jax.tree.leaves(state)):
         np.testing.assert_array_equal(one, other)
-    state = _program(write_key(0))(state, _pages(3, 5), host.fetch([[4, 9]]))
+    state, _ = _program(write_key(0))((), state, _pages(3, 5), *host.fetch([[4, 9]]))
     for name in ("keys", "values"):
         expected = getattr(before.kv[0], name)
         for layer in range(LAYERS):

@@ -12,31 +12,36 @@ import numpy as np
 import pytest
 
 from jaxserve.api_types import MAX_LOGIT_BIAS, MAX_STOP_IDS
+from jaxserve.runtime.programs.builder import ProgramBuilder
+from jaxserve.runtime.step.program import ProgramKey, StepContext
 from jaxserve.runtime.step.slot_update import (
     ADJUST,
+    ADJUST_KEY,
     BIASES,
     PAGES,
     PENALIZED_SLOTS,
     SLOTS,
     TOKENS,
-    adjust,
-    make_update,
+    UPDATE_KEY,
     pack_adjustments,
     pack_updates,
     update,
     update_packing,
 )
-from jaxserve.runtime.step.state import COUNT_MASK, FLOATS, INTS, SEEN_IN_PROMPT, DeviceState
+from jaxserve.runtime.step.state import COUNT_MASK, FLOATS, INTS, SEEN_IN_PROMPT, DeviceState, all_ranks, one_rank
 from jaxserve.step_plan import SlotOpen, WindowGroup
-from tests.runtime.tiny import CAPACITY, mesh, opening, specs, zero_state
+from pallas_kernels.paged_attention import REFERENCE
+from tests.runtime.tiny import CAPACITY, mesh, model, on_trees, opening, specs, zero_state
 
 VOCAB = 3000
 CAPACITY_LONG = msgspec.structs.replace(CAPACITY, num_slots=40, num_pages=400, max_model_len=4000)
 
 
 @functools.cache
-def _program(function: Any) -> Any:
-    return jax.jit(make_update(function, mesh(), specs(CAPACITY_LONG, VOCAB)))
+def _program(key: ProgramKey) -> Any:
+    context = StepContext(model(), REFERENCE, None)
+    made = ProgramBuilder(context, CAPACITY_LONG, mesh(), (), specs(CAPACITY_LONG, VOCAB))
+    return on_trees(made.compile(key))
 
 
 @pytest.fixture
@@ -53,9 +58,9 @@ def used() -> DeviceState:
 def _open(state: DeviceState, *opened: SlotOpen) -> tuple[DeviceState, tuple[int, int]]:
     """Return the state after all calls, and how many calls of `update` and of `adjust` there were."""
     updates, adjustments = list(pack_updates(opened, CAPACITY_LONG)), list(pack_adjustments(opened))
-    for function, vectors in ((update, updates), (adjust, adjustments)):
+    for key, vectors in ((UPDATE_KEY, updates), (ADJUST_KEY, adjustments)):
         for vector in vectors:
-            state = _program(function)(state, vector[None])
+            state, _ = _program(key)((), state, vector[None])
     return jax.tree.map(np.asarray, state), (len(updates), len(adjustments))
 
 
@@ -173,7 +178,7 @@ def test_cached_pages_of_a_window_are_the_last_ones(used: DeviceState) -> None:
     vectors = list(pack_updates([opened], capacity))
     assert [vector.size for vector in vectors] == [update_packing(groups).size] * 2
     for vector in vectors:
-        state = jax.jit(update)(state, vector[None])
+        state = all_ranks(jax.jit(update)((), one_rank(state), vector)[0])
     for group, (table, before) in enumerate(zip(state.page_tables, tables)):
         pages = opened.cached_pages[group]
         expected = before.copy()
@@ -219,7 +224,8 @@ def test_other_slots_stay_unchanged(used: DeviceState) -> None:
 
 
 def test_a_rank_that_opens_no_slot_stays_unchanged(used: DeviceState) -> None:
-    state = _program(update)(used, update_packing(1).pack({"seq_lens": [9], "page_ids_0": [3]})[None])
-    state = _program(adjust)(state, ADJUST.pack({"counts": [7], "bias_ids": [3]})[None])
+    nothing = update_packing(1).pack({"seq_lens": [9], "page_ids_0": [3]})
+    state, _ = _program(UPDATE_KEY)((), used, nothing[None])
+    state, _ = _program(ADJUST_KEY)((), state, ADJUST.pack({"counts": [7], "bias_ids": [3]})[None])
     for before, after in zip(jax.tree.leaves(used), jax.tree.leaves(state)):
         np.testing.assert_array_equal(after, before)

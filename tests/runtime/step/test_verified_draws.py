@@ -19,7 +19,8 @@ from scipy.special import chdtri
 from jaxserve.api_types import MAX_LOGIT_BIAS
 from jaxserve.layers.batch import TokenBatch
 from jaxserve.runtime.step import step, verify
-from jaxserve.runtime.step.batch import StepInput, StepKey, StepShape
+from jaxserve.runtime.step.batch import StepInput, StepShape
+from jaxserve.runtime.step.program import ProgramKey
 from jaxserve.runtime.step.sampling import Rows
 from jaxserve.runtime.step.slot_update import sampling_row
 from jaxserve.runtime.step.state import INTS, SEEN_IN_PROMPT, DeviceState, Drafts, SamplingRows
@@ -56,7 +57,7 @@ def _draw(params: Any, state: DeviceState, inputs: StepInput) -> Drawn:
     num_tokens, rows = inputs.batch.num_tokens, len(inputs.slots)
     mixed = rows > ROWS
     shape = StepShape(
-        StepKey("mixed" if mixed else "verify", num_tokens, greedy=False),
+        ProgramKey("mixed" if mixed else "verify", num_tokens, greedy=False),
         tokens=num_tokens,
         rows=rows,
         pages=1,
