@@ -319,8 +319,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
       prefix cache. Tokens computed again after a retraction count in neither.
     - `num_host_pages_used` of `num_host_pages` pages of host memory are in use; `host_save_pages` were copied to it and
       `host_load_pages` from it.
-    - `decode_rows` of `decode_bucket_rows` rows of the decode programs that ran were live, and `mixed_tokens` of
-      `mixed_bucket_tokens` tokens of the mixed ones; the rest was padding.
+    - `decode_rows` of `decode_bucket_rows` rows of the decode programs that ran were live, `verify_tokens` of
+      `verify_bucket_tokens` tokens of those that verify drafts, and `mixed_tokens` of `mixed_bucket_tokens` tokens of
+      the mixed ones; the rest was padding.
     - `coarse_decode_steps` of `decode_steps` were larger than the finely spaced programs (`cuda graph: False` in the
       log).
     - `num_preemptions` requests were sent back to the queue: `num_retractions` because the KV cache was full, the
@@ -359,6 +360,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     coarse_decode_steps: int = 0
     decode_rows: int = 0
     decode_bucket_rows: int = 0
+    verify_tokens: int = 0
+    verify_bucket_tokens: int = 0
     mixed_tokens: int = 0
     mixed_bucket_tokens: int = 0
     num_drafts: int = 0

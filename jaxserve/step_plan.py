@@ -42,7 +42,7 @@ class SlotOpen(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     constrained: bool = False
 
 
-class Chunk(msgspec.Struct, frozen=True, gc=False, kw_only=True):
+class Chunk(msgspec.Struct, frozen=True, gc=False):
     """The tokens of one request to compute in a step: `length` of them, from position `start` on.
 
     `tokens` is None for a decode: its token is the slot's last one, which may be on the device only. If its length is
@@ -64,6 +64,11 @@ class Chunk(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     logits: int
     sample: bool
     target: int | None = None
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether log probabilities of prompt tokens are wanted."""
+        return self.target is not None or (self.tokens is not None and self.logits > 1)
 
 
 PageCopy = tuple[int, int, int, int]
@@ -124,7 +129,7 @@ class StepPlan(msgspec.Struct, frozen=True, gc=False, kw_only=True):
         """The kind of step, which decides what kind of program computes it."""
         if self.num_decodes == len(self.chunks):
             return "verify" if self.num_drafts else "decode"
-        if any(chunk.logits > 1 or chunk.target is not None for chunk in self.chunks[self.num_decodes :]):
+        if any(chunk.wants_prompt_logprobs for chunk in self.chunks[self.num_decodes :]):
             return "prompt_logprobs"
         return "mixed"
 

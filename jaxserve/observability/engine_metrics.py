@@ -214,13 +214,15 @@ class EngineCollector:
         yield self._family(CounterMetricFamily, "decode_steps", text, steps, "cuda_graph")
         used: ValuesByLabels = {("decode",): s.decode_rows, ("mixed",): s.mixed_tokens}
         sizes: ValuesByLabels = {("decode",): s.decode_bucket_rows, ("mixed",): s.mixed_bucket_tokens}
-        text = "Rows of decode programs, and tokens of mixed ones, that were used"
+        if s.accepted_by_position:  # with speculation
+            used["verify",], sizes["verify",] = s.verify_tokens, s.verify_bucket_tokens
+        text = "Rows of decode programs, and tokens of mixed and verifying ones, that were used"
         yield self._family(CounterMetricFamily, "bucket_used", text, used, "kind")
         padding: ValuesByLabels = {kind: sizes[kind] - used[kind] for kind in used}
-        text = "Rows of decode programs, and tokens of mixed ones, that were padding"
+        text = "Rows of decode programs, and tokens of mixed and verifying ones, that were padding"
         yield self._family(CounterMetricFamily, "bucket_padding", text, padding, "kind")
         shares: ValuesByLabels = {kind: _share(used[kind], sizes[kind]) for kind in used}
-        text = "Share of the rows of decode programs, and of the tokens of mixed ones, that were used so far, 0 to 1"
+        text = "Share of the rows of decode programs, and of tokens of mixed and verifying ones, that were used, 0 to 1"
         yield self._family(GaugeMetricFamily, "bucket_occupancy", text, shares, "kind")
 
     def _expert_families(self, tokens: Sequence[Sequence[int]]) -> Iterator[Family]:

@@ -61,7 +61,6 @@ class StepLog:
             seconds = self._clock() - (self._since or 0.0)
             tokens = stats.generation_tokens - before.generation_tokens
             used = stats.num_pages - stats.num_free_pages - stats.num_evictable_pages
-            rows = stats.decode_bucket_rows - before.decode_bucket_rows
             logger.info(
                 decode_line(
                     running=stats.num_running,
@@ -71,7 +70,7 @@ class StepLog:
                     queued=stats.num_waiting,
                     fine=stats.coarse_decode_steps == before.coarse_decode_steps,
                     bucket=self._scheduler.last_decode_bucket,
-                    padding=1.0 - (stats.decode_rows - before.decode_rows) / rows if rows else 0.0,
+                    padding=_padding(stats, before),
                     acceptance=_acceptance(stats, before),
                 )
             )
@@ -86,6 +85,15 @@ class StepLog:
         self._since = self._clock()
         self._before = stats
         self._num_decode_steps = 0
+
+
+def _padding(stats: EngineStats, before: EngineStats) -> float:
+    """Return the share of padding in the programs of steps without prompts that ran since `before`."""
+    (used, size), (used_before, size_before) = (
+        (one.decode_rows + one.verify_tokens, one.decode_bucket_rows + one.verify_bucket_tokens)
+        for one in (stats, before)
+    )
+    return 1.0 - (used - used_before) / (size - size_before) if size > size_before else 0.0
 
 
 def _acceptance(stats: EngineStats, before: EngineStats) -> Acceptance | None:

@@ -6,42 +6,36 @@ fullest rank.
 
 from __future__ import annotations
 
-import bisect
 from collections import Counter
 
-from jaxserve.step_plan import Capacity, StepPlan
+from jaxserve.step_plan import Capacity, StepKind, StepPlan
 
 
 class BucketStats:
-    """Totals since the start; `last_bucket` is the number of rows of the last decode program."""
+    """Totals since the start, by kind of step: rows of decodes, else tokens.
+
+    `used` of the `sizes` of the programs were used. `last_bucket` is the size of the last program without prompts.
+    """
 
     def __init__(self, capacity: Capacity) -> None:
         self._capacity = capacity
         self.last_bucket = 0
-        self.decode_steps = 0
         self.coarse_decode_steps = 0
-        self.decode_rows = 0
         self.decode_steps_by_rows: Counter[int] = Counter()
-        self.decode_bucket_rows = 0
-        self.mixed_tokens = 0
-        self.mixed_bucket_tokens = 0
+        self.used: Counter[StepKind] = Counter()
+        self.sizes: Counter[StepKind] = Counter()
 
     def count(self, plan: StepPlan) -> None:
         """Count a planned step."""
-        ranks = self._capacity.num_ranks
-        if plan.num_decodes == len(plan.chunks):
-            rows = plan.max_rank_rows(ranks)
-            self.last_bucket = _smallest(self._capacity.decode_buckets, rows)
-            self.decode_steps += 1
-            self.coarse_decode_steps += rows > self._capacity.fine_decode_rows
-            self.decode_rows += plan.num_decodes
-            self.decode_steps_by_rows[rows] += 1
-            self.decode_bucket_rows += self.last_bucket * ranks
-        elif all(chunk.logits <= 1 for chunk in plan.chunks):
-            most = plan.max_rank_tokens(ranks)
-            self.mixed_tokens += most if ranks == 1 else sum(chunk.length for chunk in plan.chunks)
-            self.mixed_bucket_tokens += _smallest(self._capacity.token_buckets, most) * ranks
-
-
-def _smallest(buckets: tuple[int, ...], size: int) -> int:
-    return buckets[min(bisect.bisect_left(buckets, size), len(buckets) - 1)]
+        kind, ranks = plan.kind, self._capacity.num_ranks
+        most = plan.size(ranks)
+        size = self._capacity.bucket(kind, most)
+        self.sizes[kind] += size * ranks
+        if kind == "decode":
+            self.used[kind] += plan.num_decodes
+            self.coarse_decode_steps += most > self._capacity.fine_decode_rows
+            self.decode_steps_by_rows[most] += 1
+        else:
+            self.used[kind] += most if ranks == 1 else sum(chunk.length for chunk in plan.chunks)
+        if kind in ("decode", "verify"):
+            self.last_bucket = size

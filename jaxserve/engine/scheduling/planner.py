@@ -7,7 +7,7 @@ rank has its own token budget and pages. The scheduler retracts requests beforeh
 
 from __future__ import annotations
 
-import bisect
+import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
@@ -22,6 +22,45 @@ from jaxserve.engine.scheduling.step_times import StepTimes
 from jaxserve.engine.speculation.speculation import Speculation
 from jaxserve.errors import ConfigError
 from jaxserve.step_plan import Capacity, Chunk, DraftRead, PageCopy, SlotOpen, StepPlan
+
+
+@dataclasses.dataclass
+class _Decodes:
+    """The decodes of a step while it is planned: their requests, and the pages that each adds.
+
+    `tokens` counts the tokens of each rank so far, forced ones included. `greedy` tells whether all are.
+    """
+
+    tokens: list[int]
+    requests: list[Request] = dataclasses.field(default_factory=list)
+    pages: list[tuple[tuple[int, ...], ...]] = dataclasses.field(default_factory=list)
+    greedy: bool = True
+
+    def chunks(self, lengths: Iterable[int]) -> list[Chunk]:
+        """Return the chunk of each decode: one token, and the draft tokens that it verifies."""
+        return [
+            Chunk(  # by position, in the order of its fields: names would take a third longer
+                request.request_id,
+                request.slot,  # type: ignore[arg-type] # it runs, so it has one
+                request.rank,
+                request.num_planned_tokens - length,
+                length,
+                None,
+                pages,
+                length,
+                request.grammar is None,
+            )
+            for request, pages, length in zip(self.requests, self.pages, lengths)
+        ]
+
+
+@dataclasses.dataclass
+class _Drafts:
+    """The tokens of each decode of a step with its draft; with a draft model, what it reads and how far it drafts."""
+
+    lengths: list[int]
+    reads: list[DraftRead] = dataclasses.field(default_factory=list)
+    steps: int = 0
 
 
 class Planner:
@@ -80,51 +119,43 @@ class Planner:
         With `admit`, waiting requests may start. There must be pages for all decodes: see `is_short_of_pages`.
         """
         table = self._table
+        decodes = _Decodes([0] * len(table.ranks))
         chunks: list[Chunk] = []
         requests: list[Request] = []
         opens: list[SlotOpen] = []
         drawing = Drawing([[] for _ in table.ranks])
-        greedy = True
-        decodes = []
         for rank in table.ranks:
             rank.cache.tier.save_added()
-            before = len(chunks)
-            greedy = self._plan_decodes(rank, rank.decoding.values(), chunks, requests, drawing) and greedy
-            decodes.append(len(chunks) - before)
-        num_decodes = len(chunks)
+            self._plan_decodes(rank, rank.decoding.values(), decodes, drawing)
         if any(drawing.forced):
-            num_decodes = self._plan_forced(decodes, chunks, requests, drawing)
-        num_forced = len(chunks) - num_decodes
-        for request, length in self.prefills.choose(decodes, opens, admit=admit):
+            self._plan_forced(decodes, chunks, requests, drawing)
+        num_forced, greedy = len(chunks), decodes.greedy
+        for request, length in self.prefills.choose(decodes.tokens, opens, admit=admit):
             chunk = self._prefill_chunk(request, length)
             chunks.append(chunk)
             requests.append(request)
             greedy = greedy and (request.greedy or not chunk.sample)
-        if not chunks and not drawing.draws:
+        if not decodes.requests and not chunks and not drawing.draws:
             return None
-        num_drafts, reads, steps = 0, list[DraftRead](), 0
-        if self._speculation is not None and num_decodes:
-            lengths = self._choose_drafts(self._speculation, chunks, requests[:num_decodes])
-            if lengths is not None:
-                num_drafts, reads = self._plan_drafts(self._speculation, lengths, chunks, requests, num_decodes)
-            if num_drafts and self._most_read:
-                steps = self._speculation.draft_steps(max(chunk.length for chunk in chunks) - 1)
+        drafts = _Drafts([1] * len(decodes.requests))
+        if self._speculation is not None and decodes.requests:
+            self._plan_drafts(self._speculation, decodes, chunks, drafts)
         saves, loads = self._take_copies()
         plan = StepPlan(
             saves=saves,
             loads=loads,
             opens=opens,
-            chunks=chunks,
+            chunks=decodes.chunks(drafts.lengths) + chunks,
             closes=table.take_closed_slots(opens),
-            num_decodes=num_decodes,
+            num_decodes=len(decodes.requests),
             greedy=greedy,
-            num_drafts=num_drafts,
-            draft_reads=reads,
-            draft_steps=steps,
+            num_drafts=sum(drafts.lengths) - len(drafts.lengths),
+            draft_reads=drafts.reads,
+            draft_steps=drafts.steps,
             draws=drawing.draws,
             num_forced=num_forced,
         )
-        return plan, requests, drawing.requests
+        return plan, decodes.requests + requests, drawing.requests
 
     def is_short_of_pages(self, rank: Rank) -> bool:
         """Return whether the rank lacks pages for its decodes, or if there are none, for its oldest prefill."""
@@ -154,20 +185,11 @@ class Planner:
                 loads += [(group, rank.index, slot, page) for group, slot, page in loaded]
         return saves, loads
 
-    def _plan_decodes(
-        self,
-        rank: Rank,
-        decoding: Iterable[Request],
-        chunks: list[Chunk],
-        requests: list[Request],
-        drawing: Drawing,
-    ) -> bool:
-        """Append a chunk for each decoding request of a rank; return whether all of them are greedy.
-
-        Of requests with a grammar, those whose next token is known or can be drawn.
-        """
-        page_size, index, no_pages = self._page_size, rank.index, self._no_pages
-        greedy = True
+    def _plan_decodes(self, rank: Rank, decoding: Iterable[Request], decodes: _Decodes, drawing: Drawing) -> None:
+        """Add the decoding requests of a rank; of those with a grammar, the ones whose next token is known or can be
+        drawn."""
+        page_size, no_pages = self._page_size, self._no_pages
+        requests, pages, before = decodes.requests, decodes.pages, len(decodes.requests)
         ending = []
         for request in decoding:
             outputs, most = request.num_planned_outputs + 1, request.max_new_tokens
@@ -185,22 +207,8 @@ class Planner:
                         continue  # with that token, it starts again
             elif outputs > most:  # it may end by drafts in flight
                 continue
-            slot = request.slot
-            assert slot is not None
-            chunks.append(
-                Chunk(
-                    request_id=request.request_id,
-                    slot=slot,
-                    rank=index,
-                    start=position,
-                    length=1,
-                    tokens=None,
-                    new_pages=no_pages if position % page_size else rank.extend(request, position + 1),
-                    logits=1,
-                    sample=not constrained,
-                )
-            )
             requests.append(request)
+            pages.append(no_pages if position % page_size else rank.extend(request, position + 1))
             request.num_planned_tokens = position + 1
             request.num_planned_outputs = outputs
             if constrained:
@@ -208,105 +216,86 @@ class Planner:
             if outputs == most and not request.num_unverified_tokens:
                 ending.append(request)
             if not request.greedy:
-                greedy = False
+                decodes.greedy = False
+        decodes.tokens[rank.index] += len(requests) - before
         for request in ending:
             rank.advance(request, last=True)
-        return greedy
 
-    def _plan_forced(self, decodes: list[int], chunks: list[Chunk], requests: list[Request], drawing: Drawing) -> int:
-        """Plan the runs of forced tokens that wait, and add to `decodes[r]`; return the number of decodes of all ranks.
-
-        A run makes a chunk of its own, or its next token a decode.
-        """
+    def _plan_forced(self, decodes: _Decodes, chunks: list[Chunk], requests: list[Request], drawing: Drawing) -> None:
+        """Plan the runs of forced tokens that wait: a run makes a chunk of its own, or its next token a decode."""
         ranks = list(zip(self._table.ranks, drawing.forced))
         runs = drawing.run_lengths()
-        fits = max(own + sum(run) for own, run in zip(decodes, runs)) <= self._step_tokens
-        if not fits or not self.runs.together(decodes, runs):
+        fits = max(own + sum(run) for own, run in zip(decodes.tokens, runs)) <= self._step_tokens
+        if not fits or not self.runs.together(decodes.tokens, runs):
             drawing.one_by_one = True
             for rank, forced in ranks:
-                self._plan_decodes(rank, forced, chunks, requests, drawing)
-                decodes[rank.index] += len(forced)
-            return len(chunks)
-        num_decodes = len(chunks)
+                self._plan_decodes(rank, forced, decodes, drawing)
+            return
         for rank, forced in ranks:
             for request, run in zip(forced, runs[rank.index]):
                 chunk = plan_run(rank, request, run, len(forced), self._page_size)
-                decodes[rank.index] += chunk.length
+                decodes.tokens[rank.index] += chunk.length
                 chunks.append(chunk)
                 requests.append(request)
-        return num_decodes
 
-    def _choose_drafts(
-        self, speculation: Speculation, chunks: Sequence[Chunk], decoding: Sequence[Request]
-    ) -> list[int] | None:
+    def _choose_drafts(self, speculation: Speculation, decodes: _Decodes, chunks: Sequence[Chunk]) -> list[int] | None:
         """Return the lengths of drafts by level of acceptance, or None. Beside prompts, drafts fill the program."""
         ranks: list[list[Request]] = [[] for _ in self._table.ranks]
-        for request in decoding:
+        for request in decodes.requests:
             ranks[request.rank].append(request)
-        if len(chunks) == len(decoding):
+        if not chunks:
             return speculation.choose(ranks)
         capacity = self._capacity
-        wants_prompt_logprobs = any(chunk.logits > 1 or chunk.target is not None for chunk in chunks)
-        if not capacity.verifies_beside_prompts or wants_prompt_logprobs:
+        if not capacity.verifies_beside_prompts or any(chunk.wants_prompt_logprobs for chunk in chunks):
             return None
-        rows, tokens = [0] * len(ranks), [0] * len(ranks)
+        rows = list(map(len, ranks))
+        tokens = rows.copy()
         for chunk in chunks:
             rows[chunk.rank] += 1
             tokens[chunk.rank] += chunk.length
-        size = capacity.token_buckets[bisect.bisect_left(capacity.token_buckets, max(tokens))]
+        size = capacity.bucket("mixed", max(tokens))
         drawn = capacity.max_drawn(size)
         return speculation.fill(ranks, [min(size - own, drawn - count) for own, count in zip(tokens, rows)])
 
     def _plan_drafts(
-        self,
-        speculation: Speculation,
-        lengths: Sequence[int],
-        chunks: list[Chunk],
-        requests: list[Request],
-        num_decodes: int,
-    ) -> tuple[int, list[DraftRead]]:
-        """Lengthen the decodes, which come first, by drafts, and sort those of a rank by length.
+        self, speculation: Speculation, decodes: _Decodes, chunks: Sequence[Chunk], drafts: _Drafts
+    ) -> None:
+        """Choose the drafts of the decodes, and sort these by rank and length.
 
-        Returns the number of draft tokens, and what a draft model reads before it makes them. Drafts never take pages
-        that others need, nor do they pass a limit of the sequence.
+        Drafts never take pages that others need, nor do they pass a limit of the sequence.
         """
-        rows = Counter(request.rank for request in requests)
+        lengths = self._choose_drafts(speculation, decodes, chunks)
+        if lengths is None:
+            return
+        rows = Counter(request.rank for request in decodes.requests)
+        rows.update(chunk.rank for chunk in chunks)
         page_size, rotation_length = self._page_size, self._rotation_length
-        total = 0
-        reads: list[DraftRead] = []
-        for index, (request, chunk) in enumerate(zip(requests[:num_decodes], chunks)):
+        for index, request in enumerate(decodes.requests):
             planned = request.num_planned_tokens
             count = min(lengths[speculation.level(request)], request.max_new_tokens - request.num_planned_outputs)
             if rotation_length is not None and not request.is_long:
                 count = min(count, rotation_length - planned)
-            rank = self._table.ranks[chunk.rank]
+            rank = self._table.ranks[request.rank]
             if count > (room := -planned % page_size):
                 # Each other request may need a page for its next step
-                count = min(count, room + max(0, rank.num_available_pages - rows[chunk.rank]) * page_size)
+                count = min(count, room + max(0, rank.num_available_pages - rows[request.rank]) * page_size)
             if (
                 count <= 0
                 or request.grammar is not None
-                or (self._most_read and not self._read_for_drafts(rank, request, reads))
+                or (self._most_read and not self._read_for_drafts(rank, request, drafts.reads))
             ):
                 continue
-            total += count
+            drafts.lengths[index] += count
             request.plan_drafts(count)
             request.num_read_tokens = max(0, request.num_planned_tokens + 1 - self._max_unread)
             added = rank.extend(request, planned + count, drafts=True)
-            chunks[index] = Chunk(
-                request_id=chunk.request_id,
-                slot=chunk.slot,
-                rank=chunk.rank,
-                start=chunk.start,
-                length=1 + count,
-                tokens=None,
-                new_pages=tuple(before + more for before, more in zip(chunk.new_pages, added)),
-                logits=1 + count,
-                sample=True,
-            )
-        order = sorted(range(num_decodes), key=lambda index: (chunks[index].rank, chunks[index].length))
-        chunks[:num_decodes], requests[:num_decodes] = [chunks[i] for i in order], [requests[i] for i in order]
-        return total, reads
+            decodes.pages[index] = tuple(before + more for before, more in zip(decodes.pages[index], added))
+        if self._most_read and (longest := max(drafts.lengths) - 1):
+            drafts.steps = speculation.draft_steps(longest)
+        in_order = sorted(
+            zip(decodes.requests, decodes.pages, drafts.lengths), key=lambda decode: (decode[0].rank, decode[2])
+        )
+        decodes.requests, decodes.pages, drafts.lengths = map(list, zip(*in_order))
 
     def _read_for_drafts(self, rank: Rank, request: Request, reads: list[DraftRead]) -> bool:
         """Let a draft model read what it lacks of a sequence, as far as the step has room; return whether it has."""

@@ -356,7 +356,7 @@ class Scheduler:
         now, ranks = self._clock(), len(self._ranks)
         self._step_seconds = seconds = now - max(planned_at, self._committed_at)
         self._planner.times.count_step(plan, seconds)
-        if self._speculation is not None and plan.num_decodes == len(plan.chunks) and not plan.draft_reads:
+        if self._speculation is not None and plan.kind in ("decode", "verify") and not plan.draft_reads:
             rows, tokens = plan.max_rank_rows(ranks), plan.max_rank_tokens(ranks)
             self._speculation.count_step(rows, tokens, seconds, plan.draft_steps)
         self._committed_at = now

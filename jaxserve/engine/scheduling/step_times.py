@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
-from collections.abc import Sequence
-
 from jaxserve.engine.speculation.step_costs import StepCosts
 from jaxserve.step_plan import Capacity, StepPlan
 
@@ -16,27 +13,22 @@ class StepTimes:
     """Times of the programs of `capacity`."""
 
     def __init__(self, capacity: Capacity) -> None:
-        self._decode_buckets = capacity.decode_buckets
-        self._token_buckets = capacity.token_buckets
-        self._num_ranks = capacity.num_ranks
+        self._capacity = capacity
         self._costs = StepCosts()
 
     def count_step(self, plan: StepPlan, seconds: float) -> None:
-        """Count the duration of a step."""
-        if plan.num_drafts:
-            return
-        if plan.num_decodes == len(plan.chunks):
-            self._costs.add(("decode", _fitting(self._decode_buckets, plan.max_rank_rows(self._num_ranks))), seconds)
-        elif all(chunk.logits <= 1 for chunk in plan.chunks):
-            self._costs.add(("mixed", self.mixed_size(plan.max_rank_tokens(self._num_ranks))), seconds)
+        """Count the duration of a step without drafts."""
+        kind = plan.kind
+        if kind in ("decode", "mixed") and not plan.num_drafts:
+            self._costs.add((kind, self._capacity.bucket(kind, plan.size(self._capacity.num_ranks))), seconds)
 
     def of_decodes(self, rows: int) -> float | None:
         """Return the seconds of a step of decodes, or None if none was measured."""
-        return self._costs.of(("decode", _fitting(self._decode_buckets, rows)))
+        return self._costs.of(("decode", self._capacity.bucket("decode", rows)))
 
     def mixed_size(self, tokens: int) -> int:
         """Return how many tokens the program computes that holds a step with prompts."""
-        return _fitting(self._token_buckets, tokens)
+        return self._capacity.bucket("mixed", tokens)
 
     def of_mixed(self, tokens: int) -> float | None:
         """Return the seconds of a step with prompts, less if it was measured long ago, or None if it never was."""
@@ -47,8 +39,9 @@ class StepTimes:
 
         One that was never measured takes at most as long for each token as the next smaller one.
         """
-        most, known = self._token_buckets[0], None
-        for size in self._token_buckets:
+        sizes = self._capacity.buckets("mixed")
+        most, known = sizes[0], None
+        for size in sizes:
             measured = self.of_mixed(size)
             if measured is not None:
                 known = measured / size
@@ -56,7 +49,3 @@ class StepTimes:
                 break
             most = size
         return most
-
-
-def _fitting(buckets: Sequence[int], count: int) -> int:
-    return buckets[bisect.bisect_left(buckets, count)]

@@ -54,7 +54,7 @@ class Speculation:
     """
 
     def __init__(self, capacity: Capacity, *, max_requests: int | None = None, draft_cost: float = 0.0) -> None:
-        self._decode_buckets = capacity.decode_buckets
+        self._capacity = capacity
         self._verify_buckets = capacity.verify_buckets
         self._max_drafts = capacity.max_drafts
         self._max_requests = max_requests
@@ -176,10 +176,10 @@ class Speculation:
             self._costs.add(self._decode_key(rows), seconds)
 
     def _step_key(self, tokens: int, draft_steps: int) -> tuple[int, int]:
-        return self._verify_buckets[bisect.bisect_left(self._verify_buckets, tokens)], draft_steps
+        return self._capacity.bucket("verify", tokens), draft_steps
 
     def _decode_key(self, rows: int) -> str:
-        return f"decode-{self._decode_buckets[bisect.bisect_left(self._decode_buckets, rows)]}"
+        return f"decode-{self._capacity.bucket('decode', rows)}"
 
     def _count_levels(self, requests: Sequence[Drafting]) -> list[int]:
         counts = [0] * _LEVELS

@@ -190,9 +190,9 @@ def test_padding_counts_the_rows_of_all_ranks() -> None:
     plan = step(scheduler)
     count = BucketStats(make_capacity(num_ranks=2))
     count.count(plan)
-    assert (count.mixed_tokens, count.mixed_bucket_tokens) == (12, 32)
+    assert (count.used["mixed"], count.sizes["mixed"]) == (12, 32)
     count.count(step(scheduler))
-    assert (count.decode_rows, count.decode_bucket_rows, count.last_bucket) == (3, 4, 2)
+    assert (count.used["decode"], count.sizes["decode"], count.last_bucket) == (3, 4, 2)
 
 
 def test_steps_are_counted_by_their_tokens() -> None:
