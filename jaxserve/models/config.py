@@ -50,6 +50,8 @@ class ModelConfig:
     head_dim: int
     max_position_embeddings: int
     tie_word_embeddings: bool
+    norm_eps: float
+    rope: RopeConfig
     windows: tuple[int | None, ...]
     shards: int = 1
     whole_from: int = 2**31 - 1

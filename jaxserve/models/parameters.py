@@ -6,6 +6,7 @@ A family builds its tree from these; the names are those of Hugging Face's check
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import flax.struct
@@ -32,6 +33,11 @@ class Params:
     layers: tuple[Any, ...]
     norm: Any
     output: Array | None
+
+    @property
+    def head(self) -> Array:
+        """The weights of the head."""
+        return self.embedding if self.output is None else self.output
 
 
 @flax.struct.dataclass
@@ -61,6 +67,12 @@ class ParamSpecs:
     def head(self) -> Any:
         """Return the head `[vocabulary, dim]`, None if it is tied to the embedding."""
         return None if self._config.tie_word_embeddings else self.embedding("lm_head.weight", inputs=1)
+
+    def decoder(self, layer: Callable[[str], Any], norm: Any = None) -> Params:
+        """Return all weights of a model. `layer` gives those of a layer, whose tensors' names begin with its argument;
+        `norm` are those of the last norm, by default a vector."""
+        layers = tuple(layer(f"model.layers.{i}") for i in range(self._config.num_layers))
+        return Params(self.embedding(), layers, norm or self.vector("model.norm.weight"), self.head())
 
     def matrix(self, name: str, out_dim: int, in_dim: int) -> Any:
         """Return the weight `[out_dim, in_dim]` of a linear layer that every shard has whole."""

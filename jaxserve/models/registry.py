@@ -1,7 +1,7 @@
 """Maps each supported architecture to the model family that implements it.
 
 A family's module has `parse(fields) -> config`, `abstract(config, dtype)`, `embed(config, params, batch)`,
-`forward(config, params, x, batch, kv, backend)` and `head(config, params, hidden)`; docs/adding-a-model.md shows one.
+`layers(config, params, x, batch, backend)` and `head(config, params, hidden)`; docs/adding-a-model.md shows one.
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ from collections.abc import Collection, Mapping
 from types import ModuleType
 from typing import Any
 
+from jaxtyping import Array, Float
+
 from jaxserve.errors import ConfigError
+from jaxserve.layers.batch import KVPools, LayerOutput, TokenBatch
 from jaxserve.model_source.fields import Fields, abbreviate
 from jaxserve.models import (
     cohere,
@@ -30,9 +33,10 @@ from jaxserve.models import (
     starcoder2,
 )
 from jaxserve.models.config import ModelConfig, refuse_unread
+from jaxserve.models.decoder import apply_layers, final_norm
 from jaxserve.models.draft_heads import eagle, mtp
-from jaxserve.models.mixtures import common
 from jaxserve.quant import read_quantization
+from pallas_kernels.paged_attention import Backend
 
 _FAMILIES: dict[str, ModuleType] = {
     "Cohere2ForCausalLM": cohere,
@@ -140,6 +144,14 @@ def family(config: ModelConfig) -> ModuleType:
     return _FAMILIES.get(config.architecture) or _DRAFT_HEADS[config.architecture]
 
 
+def forward(
+    config: ModelConfig, params: Any, x: Float[Array, "tokens dim"], batch: TokenBatch, kv: KVPools, backend: Backend
+) -> LayerOutput:
+    """Apply the layers of a model and its last norm to embeddings."""
+    out = apply_layers(config, family(config).layers(config, params, x, batch, backend), params.layers, x, kv)
+    return dataclasses.replace(out, hidden=final_norm(out.hidden, params.norm, config.norm_eps))
+
+
 def parse_draft_head(raw: Mapping[str, Any], where: str, method: str, tensors: Collection[str]) -> ModelConfig:
     """Return the config of a head that drafts by `method`, from its config.json, read from the file `where`.
 
@@ -153,8 +165,3 @@ def parse_draft_head(raw: Mapping[str, Any], where: str, method: str, tensors: C
 def is_draft_head(config: ModelConfig) -> bool:
     """Return whether a config is that of a head that drafts."""
     return config.architecture in _DRAFT_HEADS
-
-
-def taps_layers(config: ModelConfig) -> bool:
-    """Return whether a family returns the inputs of `ModelConfig.taps`."""
-    return family(config).forward in (llama.forward, common.forward)

@@ -11,9 +11,9 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxserve.layers.axes import TENSOR_AXES
-from jaxserve.layers.batch import TokenBatch
+from jaxserve.layers.batch import KVPools, TokenBatch
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.registry import family
+from jaxserve.models.registry import family, forward
 from jaxserve.params import KVSpec
 from jaxserve.runtime.devices.mesh import make_mesh, partitions
 from pallas_kernels.paged_attention import REFERENCE, Backend, PagedKV
@@ -39,24 +39,11 @@ def _compiled(
     model = family(config)
 
     def logits(params: Any, tokens: jax.Array, length: jax.Array) -> jax.Array:
-        size = tokens.shape[0]
-        pages = -(-size // PAGE_SIZE)
-        specs = config.kv_specs()
-        kv = tuple(
-            map(functools.partial(_pool, config.shards, pages, kv_dtype), specs, kv_scales or [None] * len(specs))
-        )
-        batch = TokenBatch(
-            tokens=tokens,
-            positions=jnp.arange(size, dtype=jnp.int32),
-            fill_lens=jnp.broadcast_to(length, (size,)),
-            page_tables=(jnp.arange(pages, dtype=jnp.int32)[None],) * len(kv),
-            query_starts=jnp.stack([jnp.int32(0), length]),
-            kv_lens=length[None],
-            num_decodes=jnp.int32(0),
-            num_seqs=jnp.int32(1),
-        )
-        hidden, *_ = model.forward(config, params, model.embed(config, params, batch), batch, kv, backend)
-        return model.head(config, params, hidden)
+        size = len(tokens)
+        kv = empty_pools(config, size, kv_dtype, kv_scales)
+        batch = whole_prompt(tokens, length, len(kv))
+        x = model.embed(config, params, batch)
+        return model.head(config, params, forward(config, params, x, batch, kv, backend).hidden)
 
     specs = partitions(abstract or model.abstract(config, np.dtype(dtype)))
     parts = (specs, PartitionSpec(), PartitionSpec())
@@ -64,10 +51,31 @@ def _compiled(
     return jax.jit(jax.shard_map(logits, mesh=mesh, in_specs=parts, out_specs=out, check_vma=False))
 
 
-def _pool(shards: int, pages: int, dtype: Any, spec: KVSpec, scales: Any) -> PagedKV:
-    shape = (spec.num_kv_heads // shards, spec.num_layers * pages, PAGE_SIZE, spec.head_dim)
-    scales = None if scales is None else jnp.array(scales, jnp.float32).reshape(2, spec.num_layers, -1)
-    return PagedKV(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), spec.num_layers, scales)
+def whole_prompt(tokens: jax.Array, length: jax.Array, groups: int = 1) -> TokenBatch:
+    """Return the first `length` tokens as one row, whose pages are the first ones of each of the KV groups."""
+    size = len(tokens)
+    return TokenBatch(
+        tokens=tokens,
+        positions=jnp.arange(size, dtype=jnp.int32),
+        fill_lens=jnp.broadcast_to(length, (size,)),
+        page_tables=(jnp.arange(-(-size // PAGE_SIZE), dtype=jnp.int32)[None],) * groups,
+        query_starts=jnp.stack([jnp.int32(0), length]),
+        kv_lens=length[None],
+        num_decodes=jnp.int32(0),
+        num_seqs=jnp.int32(1),
+    )
+
+
+def empty_pools(config: ModelConfig, size: int, dtype: Any = jnp.float32, kv_scales: Any = None) -> KVPools:
+    """Return a shard's part of pools for one sequence of `size` tokens."""
+    specs, pages = config.kv_specs(), -(-size // PAGE_SIZE)
+
+    def pool(spec: KVSpec, scales: Any) -> PagedKV:
+        shape = (spec.num_kv_heads // config.shards, spec.num_layers * pages, PAGE_SIZE, spec.head_dim)
+        scales = None if scales is None else jnp.array(scales, jnp.float32).reshape(2, spec.num_layers, -1)
+        return PagedKV(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), spec.num_layers, scales)
+
+    return tuple(map(pool, specs, kv_scales or [None] * len(specs)))
 
 
 def prompt_logits(

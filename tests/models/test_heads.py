@@ -16,11 +16,12 @@ from jaxserve.models.draft_heads import eagle, mtp
 
 HEADS = {module.head for module in registry._FAMILIES.values()}
 CONFIG: Any = SimpleNamespace(logit_cap=30.0, logit_scale=0.5, logits_scaling=2.0)
-PARAMS: Any = SimpleNamespace(embedding=jnp.zeros((16, 8)), output=jnp.zeros((16, 8)), norm=None, d2t=None)
+TABLE = jnp.zeros((16, 8))
+PARAMS: Any = SimpleNamespace(head=TABLE, output=TABLE, norm=None, d2t=None)
 
 
 def _of_model(features: Any, num_rows: Any) -> Any:
-    return embedding.logits(features, PARAMS.embedding, num_rows)
+    return embedding.logits(features, TABLE, num_rows)
 
 
 @pytest.mark.parametrize(

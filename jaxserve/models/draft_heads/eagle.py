@@ -20,7 +20,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.layers import embedding
 from jaxserve.layers.attention import AttentionParams, AttentionSettings, self_attention
 from jaxserve.layers.axes import TENSOR_AXES
-from jaxserve.layers.batch import KVPools, TokenBatch
+from jaxserve.layers.batch import KVPools, LayerOutput, TokenBatch
 from jaxserve.layers.linear import linear
 from jaxserve.layers.mlp import MlpParams, mlp
 from jaxserve.layers.norm import rms_norm
@@ -216,13 +216,11 @@ def abstract(config: Config, dtype: np.dtype) -> Params:
     )
 
 
-def features(
-    config: Config, params: Params, hidden: Float[Array, "tokens dim"], tapped: tuple[Array, ...]
-) -> Float[Array, "tokens own_dim"]:
+def features(config: Config, params: Params, of_model: LayerOutput) -> Float[Array, "tokens own_dim"]:
     """Return what the head needs of a model's hidden states, or of the inputs of its layers."""
     if config.architecture == EAGLE:
-        return hidden
-    return linear(jnp.concatenate(tapped, axis=1), params.fc, params.fc_bias)
+        return of_model.hidden
+    return linear(jnp.concatenate(of_model.features, axis=1), params.fc, params.fc_bias)
 
 
 def forward(
@@ -233,7 +231,7 @@ def forward(
     batch: TokenBatch,
     kv: KVPools,
     backend: Backend,
-) -> tuple[Float[Array, "tokens dim"], KVPools]:
+) -> LayerOutput:
     """Apply the layer to tokens, each with the features of the token before it."""
     if params.embedding is not None:
         embedded = embedding.embed(batch.tokens, params.embedding)
@@ -247,7 +245,7 @@ def forward(
     rope = rotation(batch, config.rope, config.head_dim)
     attended, kv = self_attention(inputs, params.attention, batch, kv, config.kv_layers()[0], rope, settings)
     x = residual + attended
-    return x + mlp(rms_norm(x, params.mlp_norm, config.norm_eps), params.mlp), kv
+    return LayerOutput(x + mlp(rms_norm(x, params.mlp_norm, config.norm_eps), params.mlp), kv)
 
 
 def logits(

@@ -15,10 +15,11 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxserve.errors import ConfigError
-from jaxserve.layers.batch import KVPools, TokenBatch
+from jaxserve.layers.batch import KVPools, LayerOutput, TokenBatch
 from jaxserve.layers.linear import linear
 from jaxserve.layers.norm import rms_norm
 from jaxserve.models.config import ModelConfig
+from jaxserve.models.decoder import apply_layers
 from jaxserve.models.mixtures import common
 from jaxserve.models.parameters import ParamSpecs
 from pallas_kernels.paged_attention import Backend
@@ -69,11 +70,9 @@ def abstract(config: common.Config, dtype: np.dtype) -> Params:
     )
 
 
-def features(
-    config: common.Config, params: Params, hidden: Float[Array, "tokens dim"], tapped: tuple[Array, ...]
-) -> Float[Array, "tokens dim"]:
+def features(config: common.Config, params: Params, of_model: LayerOutput) -> Float[Array, "tokens dim"]:
     """Return the hidden states of the model."""
-    return hidden
+    return of_model.hidden
 
 
 def forward(
@@ -84,14 +83,14 @@ def forward(
     batch: TokenBatch,
     kv: KVPools,
     backend: Backend,
-) -> tuple[Float[Array, "tokens dim"], KVPools]:
+) -> LayerOutput:
     """Apply the layer to tokens, each with the features of the token before it."""
     eps = config.norm_eps
     embedded = jnp.where(batch.positions[:, None] > 0, embedded, 0)
     parts = rms_norm(embedded, params.embedding_norm, eps), rms_norm(features, params.features_norm, eps)
     x = linear(jnp.concatenate(parts, axis=1), params.join)
-    x, kv, _ = common.apply_layers(config, (params.layer,), x, batch, kv, backend)
-    return rms_norm(x, params.norm, eps), kv
+    out = apply_layers(config, common.layers(config, params, x, batch, backend), (params.layer,), x, kv)
+    return dataclasses.replace(out, hidden=rms_norm(out.hidden, params.norm, eps))
 
 
 def logits(

@@ -37,8 +37,6 @@ class Config(ModelConfig):
     `per_layer_rows`.
     """
 
-    norm_eps: float
-    rope: RopeConfig
     local_rope: RopeConfig
     full_kv_heads: int
     full_head_dim: int

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import flax.struct
 import jax
@@ -13,13 +12,14 @@ from jaxtyping import Array, Float
 
 from jaxserve.layers import embedding
 from jaxserve.layers.attention import AttentionSettings
-from jaxserve.layers.batch import Beside, KVLayer, KVPools, TokenBatch
+from jaxserve.layers.batch import KVLayer, KVPools, LayerOutput, TokenBatch
 from jaxserve.layers.linear import linear
 from jaxserve.layers.mixture import MixtureSettings
 from jaxserve.layers.mlp import ACTIVATIONS, mlp
 from jaxserve.layers.norm import rms_norm
 from jaxserve.layers.rope import Rotation, rotation
 from jaxserve.models import gemma, parameters
+from jaxserve.models.decoder import ApplyLayer
 from jaxserve.models.gemma4 import mixture
 from jaxserve.models.gemma4.config import Config
 from jaxserve.models.mixtures.common import mixture_settings
@@ -114,24 +114,18 @@ def abstract(config: Config, dtype: np.dtype) -> Params:
     return Params(declare.embedding(), layers, norm, declare.head(), vectors)
 
 
-def forward(
-    config: Config,
-    params: Params,
-    x: Float[Array, "tokens dim"],
-    batch: TokenBatch,
-    kv: KVPools,
-    backend: Backend,
-) -> tuple[Float[Array, "tokens dim"], KVPools, Beside]:
-    """Apply the layers and the final norm to embeddings; return hidden states and the updated cache."""
+def layers(
+    config: Config, params: Params, x: Float[Array, "tokens dim"], batch: TokenBatch, backend: Backend
+) -> ApplyLayer:
+    """Return the function that applies a layer; `x` are the embeddings, of which layers have vectors."""
     full = rotation(batch, config.rope, config.full_head_dim)
     local = rotation(batch, config.local_rope, config.head_dim)
     experts = None
     if config.routing is not None:
         experts = mixture_settings(config, config.routing, mixture.GATE, batch, backend.target)
-    loads: list[Array] = []
     vectors = None if params.layer_vectors is None else _layer_vectors(config, params.layer_vectors, x, batch)
-    at = config.kv_layers()
-    for i, layer in enumerate(params.layers):
+
+    def apply(i: int, x: Array, params: LayerParams, kv: KVPools, at: KVLayer) -> LayerOutput:
         window, vector = config.windows[i], None if vectors is None else vectors[:, i]
         settings = AttentionSettings(
             config.norm_eps,
@@ -141,13 +135,9 @@ def forward(
             norm_values=True,
             keys_as_values=window is None and config.keys_as_values,
         )
-        with jax.named_scope(f"layer_{i}"):
-            rope = full if window is None else local
-            x, kv, *load = _layer(x, layer, vector, batch, kv, at[i], rope, settings, experts)
-        loads += load
-    with jax.named_scope("final_norm"):
-        normed = rms_norm(x, params.norm, config.norm_eps)
-    return normed, kv, Beside(jnp.stack(loads) if loads else None)
+        return _layer(x, params, vector, batch, kv, at, full if window is None else local, settings, experts)
+
+    return apply
 
 
 @jax.named_scope("layer_vectors")
@@ -175,15 +165,15 @@ def _layer(
     rope: Rotation,
     settings: AttentionSettings,
     experts: MixtureSettings | None,
-) -> tuple[Any, ...]:
+) -> LayerOutput:
     """Apply one decoder layer. Jitted so that it is traced once for equal layers; the compiler inlines it."""
     x, kv = gemma.attend(x, params, batch, kv, at, rope, settings)
     out = mlp(rms_norm(x, params.mlp_norm, settings.norm_eps), params.mlp, gemma.ACTIVATION)
-    load: list[Array] = []
+    load = None
     if params.mixture is not None and experts is not None:
-        out, *load = mixture.with_experts(x, out, params.mixture, batch, experts, settings.norm_eps)
+        out, load = mixture.with_experts(x, out, params.mixture, batch, experts, settings.norm_eps)
     x = x + rms_norm(out, params.mlp_output_norm, settings.norm_eps)
     if params.layer_input is not None and vector is not None:
         gated = ACTIVATIONS[gemma.ACTIVATION](linear(x, params.layer_input.gate)) * vector
         x = x + rms_norm(linear(gated, params.layer_input.projection), params.layer_input.norm, settings.norm_eps)
-    return x * params.scalar, kv, *load
+    return LayerOutput(x * params.scalar, kv, load)

@@ -8,18 +8,18 @@ from typing import Any, Literal
 
 import flax.struct
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float
 
 from jaxserve.layers.attention import AttentionParams, AttentionSettings, self_attention
-from jaxserve.layers.batch import Beside, KVLayer, KVPools, TokenBatch
+from jaxserve.layers.batch import KVLayer, KVPools, LayerOutput, TokenBatch
 from jaxserve.layers.mixture import MixtureParams, MixtureSettings, mixture
 from jaxserve.layers.mlp import MlpParams, mlp
 from jaxserve.layers.norm import rms_norm
-from jaxserve.layers.rope import RopeConfig, Rotation, rotation
+from jaxserve.layers.rope import Rotation, rotation
 from jaxserve.models import llama
 from jaxserve.models.config import ModelConfig
+from jaxserve.models.decoder import ApplyLayer
 from jaxserve.models.parameters import Params, ParamSpecs
 from pallas_kernels.expert_routing import Routing
 from pallas_kernels.grouped_matmul import Gate
@@ -52,8 +52,6 @@ class Config(ModelConfig):
     layer i are those of layer `first_layer` + i of the checkpoint.
     """
 
-    norm_eps: float
-    rope: RopeConfig
     routing: Routing
     experts: int
     expert_width: int
@@ -177,41 +175,18 @@ def mixture_settings(
     return MixtureSettings(config.num_experts, routing, gate, target, config.experts_over_ranks, ragged)
 
 
-def forward(
-    config: Config,
-    params: Params,
-    x: Float[Array, "tokens dim"],
-    batch: TokenBatch,
-    kv: KVPools,
-    backend: Backend,
-) -> tuple[Float[Array, "tokens dim"], KVPools, Beside]:
-    """Apply the layers and the final norm to embeddings; return hidden states and the updated cache."""
-    x, kv, beside = apply_layers(config, params.layers, x, batch, kv, backend)
-    with jax.named_scope("final_norm"):
-        return rms_norm(x, params.norm, config.norm_eps), kv, beside
-
-
-def apply_layers(
-    config: Config,
-    layers: tuple[LayerParams, ...],
-    x: Float[Array, "tokens dim"],
-    batch: TokenBatch,
-    kv: KVPools,
-    backend: Backend,
-) -> tuple[Float[Array, "tokens dim"], KVPools, Beside]:
-    """Apply the layers alone."""
+def layers(
+    config: Config, params: Any, x: Float[Array, "tokens dim"], batch: TokenBatch, backend: Backend
+) -> ApplyLayer:
+    """Return the function that applies a layer."""
     rope = rotation(batch, config.rope, config.head_dim)
-    at = config.kv_layers()
     of_mixture = mixture_settings(config, config.routing, config.gate, batch, backend.target)
-    loads: list[Array] = []
-    tapped: list[Array] = []
-    for i, layer in enumerate(layers):
-        tapped += [x] if i in config.taps else []
+
+    def apply(i: int, x: Array, params: LayerParams, kv: KVPools, at: KVLayer) -> LayerOutput:
         settings = LayerSettings(AttentionSettings(config.norm_eps, backend, config.windows[i]), of_mixture)
-        with jax.named_scope(f"layer_{i}"):
-            x, kv, load = _layer(x, layer, batch, kv, at[i], rope, settings)
-        loads += [] if load is None else [load]
-    return x, kv, Beside(jnp.stack(loads) if loads else None, tuple(tapped))
+        return _layer(x, params, batch, kv, at, rope, settings)
+
+    return apply
 
 
 @functools.partial(jax.jit, static_argnames="settings")
@@ -223,7 +198,7 @@ def _layer(
     at: KVLayer,
     rope: Rotation,
     settings: LayerSettings,
-) -> tuple[Float[Array, "tokens dim"], KVPools, Int32[Array, " experts"] | None]:
+) -> LayerOutput:
     """Apply one decoder layer. Jitted so that it is traced once for equal layers; the compiler inlines it."""
     eps = settings.attention.norm_eps
     normed = rms_norm(x, params.attention_norm, eps)
@@ -231,6 +206,6 @@ def _layer(
     x = x + attended
     normed = rms_norm(x, params.mlp_norm, eps)
     if isinstance(params.mlp, MlpParams):
-        return x + mlp(normed, params.mlp), kv, None
+        return LayerOutput(x + mlp(normed, params.mlp), kv)
     mixed, load = mixture(normed, params.mlp, batch.live, settings.mixture)
-    return x + mixed, kv, load
+    return LayerOutput(x + mixed, kv, load)

@@ -9,7 +9,7 @@ from jaxserve.models.mixtures import common
 from jaxserve.models.rope import read_rope
 from pallas_kernels.expert_routing import Routing
 
-abstract, embed, forward, head = common.abstract, common.embed, common.forward, common.head
+abstract, embed, layers, head = common.abstract, common.embed, common.layers, common.head
 
 _NAMES = common.Names(correction="gate.e_score_correction_bias")
 _DRAFTS = ("num_nextn_predict_layers", "num_mtp_layers")

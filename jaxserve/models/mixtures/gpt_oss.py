@@ -9,7 +9,7 @@ from jaxserve.models.rope import read_rope
 from pallas_kernels.expert_routing import Routing
 from pallas_kernels.grouped_matmul import Gate
 
-abstract, embed, forward, head = common.abstract, common.embed, common.forward, common.head
+abstract, embed, layers, head = common.abstract, common.embed, common.layers, common.head
 
 _DEFAULT_ROPE = {
     "rope_type": "yarn",

@@ -8,7 +8,7 @@ from jaxserve.models.mixtures import common
 from jaxserve.models.rope import read_rope
 from pallas_kernels.expert_routing import Routing
 
-abstract, embed, forward, head = common.abstract, common.embed, common.forward, common.head
+abstract, embed, layers, head = common.abstract, common.embed, common.layers, common.head
 
 _NAMES = common.Names(block="block_sparse_moe", projections=("w1", "w3", "w2"))
 

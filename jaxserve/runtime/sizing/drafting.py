@@ -16,7 +16,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.model_source.fields import Fields
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.draft_heads import eagle, mtp
-from jaxserve.models.registry import family, parse_draft_head, parse_model_config, taps_layers
+from jaxserve.models.registry import family, parse_draft_head, parse_model_config
 from jaxserve.quant import (
     OnTheFly,
     Shards,
@@ -153,11 +153,6 @@ def _fitted_head(where: str, head: eagle.Config, model: ModelConfig) -> eagle.Co
         raise ConfigError(
             f"{where} needs the inputs of layers {', '.join(map(str, taps))} of the model, which has {layers} layers; "
             "take the head that was trained for it"
-        )
-    if not taps_layers(model):
-        raise ConfigError(
-            f"{where}: speculative_method=eagle3 is not supported for {model.architecture}, as its family doesn't give "
-            "the inputs of layers; Llama, Mistral, Qwen, Phi-3 and the mixtures but Gemma 4 do"
         )
     return dataclasses.replace(head, taps=taps)
 

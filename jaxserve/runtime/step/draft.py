@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxserve.layers.axes import DATA_AXIS
 from jaxserve.layers.batch import TokenBatch
-from jaxserve.models.registry import family
+from jaxserve.models.registry import family, forward
 from jaxserve.runtime.devices.mesh import partitions
 from jaxserve.runtime.speculation.draft_model import DraftKey, DraftModel
 from jaxserve.runtime.step.buckets import smallest_fitting
@@ -189,11 +189,11 @@ class _Model:
         module = family(config)
         if features is None:
             x = module.embed(config, self.own, batch)
-            hidden, [kv], *_ = module.forward(config, self.own, x, batch, (kv,), context.backend)
+            out = forward(config, self.own, x, batch, (kv,), context.backend)
         else:
             embedded = family(context.model).embed(context.model, self.of_target, batch)
-            hidden, [kv] = module.forward(config, self.own, embedded, features, batch, (kv,), context.backend)
-        return hidden, kv
+            out = module.forward(config, self.own, embedded, features, batch, (kv,), context.backend)
+        return out.hidden, out.kv[0]
 
     def logits(
         self, hidden: Float[Array, "rows dim"], num_rows: Int[Array, ""] | None

@@ -211,10 +211,9 @@ def test_which_heads_are_refused(
         _deploy_head(tmp_path, method, head, {"num_hidden_layers": 4, **model}, **options)
 
 
-def test_a_family_that_keeps_its_layers_inputs_is_refused(tmp_path: Path) -> None:
-    config = json.loads((GOLDEN / "olmo2" / "config.json").read_text())
-    with pytest.raises(ConfigError, match="eagle3 is not supported for Olmo2ForCausalLM"):
-        _deploy_head(tmp_path, "eagle3", {"rope_scaling": None}, config | {"num_hidden_layers": 4})
+def test_a_head_of_eagle3_for_a_family_other_than_llama(tmp_path: Path) -> None:
+    config = json.loads((GOLDEN / "olmo2" / "config.json").read_text()) | {"num_hidden_layers": 4}
+    assert _deploy_head(tmp_path, "eagle3", {"rope_scaling": None}, config).model.taps == (1, 2, 3)
 
 
 def test_a_head_is_no_model_to_serve() -> None:
