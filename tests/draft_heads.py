@@ -17,7 +17,8 @@ from safetensors.numpy import save_file
 from jaxserve.engine.core.loop import EngineLoop
 from jaxserve.layers.axes import TENSOR_AXES
 from jaxserve.models.draft_heads import mtp
-from jaxserve.models.registry import family, forward, parse_draft_head, parse_model_config
+from jaxserve.models.layout import LaidOutModel
+from jaxserve.models.registry import abstract_params, family, forward, parse_draft_head, parse_model_config
 from jaxserve.runtime.devices.mesh import partitions
 from jaxserve.runtime.programs.program_set import ProgramKey
 from jaxserve.runtime.sizing.deployment import Deployment
@@ -61,7 +62,7 @@ def write_checkpoint(folder: Path, config: dict[str, Any], *abstract: Any) -> Pa
 def write_target_and_head(folder: Path, model: dict[str, Any], method: str) -> dict[str, Any]:
     """Write a tiny model and a head that drafts for it, and return the settings that name them."""
     f32, target = np.dtype(np.float32), parse_model_config(model)
-    trees = [family(target).abstract(target, f32)]
+    trees = [abstract_params(LaidOutModel(target), f32)]
     settings = {"model": str(folder / "model"), "speculative_method": method}
     if method == "mtp":
         own = mtp.config_of(target)
@@ -69,7 +70,7 @@ def write_target_and_head(folder: Path, model: dict[str, Any], method: str) -> d
     else:
         raw = {name: value for name, value in model.items() if name != "model_type"} | HEADS[method]
         head = parse_draft_head(raw, "head", method, ())
-        write_checkpoint(folder / "head", raw, family(head).abstract(head, f32))
+        write_checkpoint(folder / "head", raw, abstract_params(LaidOutModel(head), f32))
         settings["speculative_model"] = str(folder / "head")
     (folder / "model").mkdir()
     write_tiny_model(folder / "model")

@@ -48,7 +48,7 @@ class LayerOutput:
     """What a layer returns, or several that follow each other: hidden states and the updated cache.
 
     `expert_tokens` tells how many tokens each of this shard's experts computed, for each mixture of several layers.
-    `features` are the inputs of the layers in `ModelConfig.taps`.
+    `features` are the inputs of the layers in `LaidOutModel.taps`.
     """
 
     hidden: Float[Array, "tokens dim"]

@@ -15,12 +15,14 @@ from jaxserve.layers.attention import AttentionParams, AttentionSettings, self_a
 from jaxserve.layers.batch import KVLayer, KVPools, LayerOutput, TokenBatch
 from jaxserve.layers.mlp import MlpParams, mlp
 from jaxserve.layers.norm import layer_norm
-from jaxserve.layers.rope import Rotation, rotation
+from jaxserve.layers.rope import Rotation
 from jaxserve.model_source.fields import LAYERS, NORM_EPSILON, POSITIVE, Fields
 from jaxserve.models import llama
-from jaxserve.models.config import ModelConfig, periodic_layer_types, read_sizes, read_windows, refuse
+from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder import ApplyLayer
+from jaxserve.models.layout import LaidOutModel
 from jaxserve.models.parameters import LayerNormParams, Params, ParamSpecs
+from jaxserve.models.read_fields import periodic_layer_types, read_sizes, read_windows, refuse
 from jaxserve.models.rope import read_rope
 from pallas_kernels.paged_attention import Backend
 
@@ -76,9 +78,10 @@ def parse(fields: Fields) -> Config:
     )
 
 
-def abstract(config: Config, dtype: np.dtype) -> Params:
+def abstract(model: LaidOutModel[Config], dtype: np.dtype) -> Params:
     """Return the tree of parameters; each leaf is a `ParamSpec`."""
-    declare = ParamSpecs(config, dtype)
+    config = model.config
+    declare = ParamSpecs(model, dtype)
     biased = config.attention_bias
 
     def layer(name: str) -> LayerParams:
@@ -92,10 +95,11 @@ def abstract(config: Config, dtype: np.dtype) -> Params:
 
 
 def layers(
-    config: Config, params: Params, x: Float[Array, "tokens dim"], batch: TokenBatch, backend: Backend
+    model: LaidOutModel[Config], params: Params, x: Float[Array, "tokens dim"], batch: TokenBatch, backend: Backend
 ) -> ApplyLayer:
     """Return the function that applies a layer."""
-    rope = rotation(batch, config.rope, config.head_dim)
+    config = model.config
+    rope = model.rotation(batch)
 
     def apply(i: int, x: Array, params: LayerParams, kv: KVPools, at: KVLayer) -> LayerOutput:
         window = config.windows[i]
@@ -122,7 +126,10 @@ def _layer(
 
 
 def head(
-    config: Config, params: Params, hidden: Float[Array, "rows dim"], num_rows: Int[Array, ""] | None = None
+    model: LaidOutModel[Config],
+    params: Params,
+    hidden: Float[Array, "rows dim"],
+    num_rows: Int[Array, ""] | None = None,
 ) -> Float[Array, "rows vocab_shard"]:
     """Return the logits of hidden states, in float32: of the first `num_rows` only, if it is given."""
-    return embedding.logits(hidden, params.head, num_rows, change=lambda x: config.logit_scale * x)
+    return embedding.logits(hidden, params.head, num_rows, change=lambda x: model.config.logit_scale * x)

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from jaxserve.layers.batch import KVLayer, KVPools, LayerOutput
 from jaxserve.layers.norm import layer_norm, rms_norm
-from jaxserve.models.config import ModelConfig
+from jaxserve.models.layout import AnyModel
 from jaxserve.models.parameters import LayerNormParams
 
 ApplyLayer = Callable[[int, Float[Array, "tokens dim"], Any, KVPools, KVLayer], LayerOutput]
@@ -19,7 +19,7 @@ ApplyLayer = Callable[[int, Float[Array, "tokens dim"], Any, KVPools, KVLayer], 
 
 
 def apply_layers(
-    config: ModelConfig,
+    model: AnyModel,
     apply: ApplyLayer,
     layers: Sequence[Any],
     x: Float[Array, "tokens dim"],
@@ -30,11 +30,11 @@ def apply_layers(
 
     The loop is unrolled, so that each layer's pages are updated in place.
     """
-    at = config.kv_layers()
+    at = model.kv_layers()
     loads: list[Array] = []
     features: list[Array] = []
-    for i, params in zip(range(config.num_layers) if indices is None else indices, layers, strict=True):
-        features += [x] if i in config.taps else []
+    for i, params in zip(range(model.config.num_layers) if indices is None else indices, layers, strict=True):
+        features += [x] if i in model.taps else []
         with jax.named_scope(f"layer_{i}"):
             out = apply(i, x, params, kv, at[i])
         x, kv = out.hidden, out.kv

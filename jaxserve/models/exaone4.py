@@ -9,13 +9,14 @@ from jaxtyping import Array, Float
 
 from jaxserve.layers.attention import AttentionSettings
 from jaxserve.layers.batch import KVLayer, KVPools, LayerOutput, TokenBatch
-from jaxserve.layers.rope import rotation
 from jaxserve.model_source.fields import LAYERS, NORM_EPSILON, Fields
 from jaxserve.models import llama
-from jaxserve.models.config import FULL, SLIDING, ModelConfig, periodic_layer_types, read_sizes, read_windows, refuse
+from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder import ApplyLayer
+from jaxserve.models.layout import LaidOutModel
 from jaxserve.models.olmo import LayerParams, decoder_layer
 from jaxserve.models.parameters import Params, ParamSpecs
+from jaxserve.models.read_fields import FULL, SLIDING, periodic_layer_types, read_sizes, read_windows, refuse
 from jaxserve.models.rope import read_rope
 from pallas_kernels.paged_attention import Backend
 
@@ -54,9 +55,10 @@ def _layer_types(fields: Fields, layers: int) -> list[str]:
     return periodic_layer_types(fields.integer("sliding_window_pattern", LAYERS, 4), layers)
 
 
-def abstract(config: Config, dtype: np.dtype) -> Params:
+def abstract(model: LaidOutModel[Config], dtype: np.dtype) -> Params:
     """Return the tree of parameters; each leaf is a `ParamSpec`."""
-    declare = ParamSpecs(config, dtype)
+    config = model.config
+    declare = ParamSpecs(model, dtype)
 
     def layer(name: str) -> LayerParams:
         attention = f"{name}.self_attn"
@@ -76,10 +78,11 @@ def abstract(config: Config, dtype: np.dtype) -> Params:
 
 
 def layers(
-    config: Config, params: Params, x: Float[Array, "tokens dim"], batch: TokenBatch, backend: Backend
+    model: LaidOutModel[Config], params: Params, x: Float[Array, "tokens dim"], batch: TokenBatch, backend: Backend
 ) -> ApplyLayer:
     """Return the function that applies a layer."""
-    rope = rotation(batch, config.rope, config.head_dim)
+    config = model.config
+    rope = model.rotation(batch)
 
     def apply(i: int, x: Array, params: LayerParams, kv: KVPools, at: KVLayer) -> LayerOutput:
         settings = AttentionSettings(config.norm_eps, backend, config.windows[i])

@@ -21,11 +21,13 @@ from jaxserve.layers.attention import AttentionParams, AttentionSettings, self_a
 from jaxserve.layers.batch import KVLayer, KVPools, LayerOutput, TokenBatch
 from jaxserve.layers.mlp import MlpParams, mlp
 from jaxserve.layers.norm import rms_norm
-from jaxserve.layers.rope import RopeConfig, Rotation, rotation
+from jaxserve.layers.rope import RopeConfig, Rotation
 from jaxserve.model_source.fields import CONTEXT, LAYERS, NORM_EPSILON, POSITIVE, ROPE_THETA, Fields
-from jaxserve.models.config import FULL, SLIDING, ModelConfig, periodic_layer_types, read_sizes, read_windows, refuse
+from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder import ApplyLayer
+from jaxserve.models.layout import LaidOutModel
 from jaxserve.models.parameters import Params, ParamSpecs
+from jaxserve.models.read_fields import FULL, SLIDING, periodic_layer_types, read_sizes, read_windows, refuse
 from jaxserve.models.rope import read_rope
 from pallas_kernels.paged_attention import Backend
 
@@ -113,9 +115,10 @@ def read_cap(fields: Fields, name: str, default: float | None = None) -> float |
     return None if fields.raw.get(name, default) is None else fields.number(name, POSITIVE, default)
 
 
-def abstract(config: Config, dtype: np.dtype) -> Params:
+def abstract(model: LaidOutModel[Config], dtype: np.dtype) -> Params:
     """Return the tree of parameters; each leaf is a `ParamSpec`."""
-    declare = ParamSpecs(config, dtype)
+    config = model.config
+    declare = ParamSpecs(model, dtype)
     biased, head_dim = config.attention_bias, config.head_dim
 
     def layer(name: str) -> LayerParams:
@@ -136,17 +139,18 @@ def abstract(config: Config, dtype: np.dtype) -> Params:
     return declare.decoder(layer, declare.offset_norm("model.norm.weight"))
 
 
-def embed(config: Config, params: Params, batch: TokenBatch) -> Float[Array, "tokens dim"]:
+def embed(model: LaidOutModel[Config], params: Params, batch: TokenBatch) -> Float[Array, "tokens dim"]:
     """Return the embeddings of the batch's tokens, multiplied by the root of the width rounded to their dtype."""
     x = embedding.embed(batch.tokens, params.embedding)
-    return x * jnp.asarray(config.hidden_size**0.5, x.dtype)
+    return x * jnp.asarray(model.config.hidden_size**0.5, x.dtype)
 
 
 def layers(
-    config: Config, params: Params, x: Float[Array, "tokens dim"], batch: TokenBatch, backend: Backend
+    model: LaidOutModel[Config], params: Params, x: Float[Array, "tokens dim"], batch: TokenBatch, backend: Backend
 ) -> ApplyLayer:
     """Return the function that applies a layer."""
-    full, local = (rotation(batch, rope, config.head_dim) for rope in (config.rope, config.local_rope))
+    config = model.config
+    full, local = (model.rotation(batch, rope) for rope in (config.rope, config.local_rope))
 
     def apply(i: int, x: Array, params: LayerParams, kv: KVPools, at: KVLayer) -> LayerOutput:
         window = config.windows[i]
@@ -188,9 +192,12 @@ def attend(
 
 
 def head(
-    config: Config, params: Params, hidden: Float[Array, "rows dim"], num_rows: Int[Array, ""] | None = None
+    model: LaidOutModel[Config],
+    params: Params,
+    hidden: Float[Array, "rows dim"],
+    num_rows: Int[Array, ""] | None = None,
 ) -> Float[Array, "rows vocab_shard"]:
     """Return the logits of hidden states, in float32: of the first `num_rows` only, if it is given."""
-    cap = config.logit_cap
+    cap = model.config.logit_cap
     change = None if cap is None else lambda x: cap * jnp.tanh(x / cap)
     return embedding.logits(hidden, params.head, num_rows, change=change)

@@ -19,13 +19,14 @@ from jaxserve.layers.attention import AttentionSettings, self_attention
 from jaxserve.layers.batch import KVLayer, KVPools, LayerOutput, TokenBatch
 from jaxserve.layers.mlp import mlp
 from jaxserve.layers.norm import rms_norm
-from jaxserve.layers.rope import Rotation, rotation
+from jaxserve.layers.rope import Rotation
 from jaxserve.model_source.fields import NON_NEGATIVE, NORM_EPSILON, POSITIVE, WIDTH, Fields
 from jaxserve.models import llama
-from jaxserve.models.config import FULL, read_sizes, refuse
 from jaxserve.models.decoder import ApplyLayer
+from jaxserve.models.layout import LaidOutModel
 from jaxserve.models.llama import LayerParams
 from jaxserve.models.parameters import Params
+from jaxserve.models.read_fields import FULL, read_sizes, refuse
 from jaxserve.models.rope import read_rope
 from pallas_kernels.paged_attention import Backend
 
@@ -87,22 +88,23 @@ def _refuse_hybrid(fields: Fields) -> None:
     fields.read.update(name for name in fields.raw if name.startswith("mamba_"))
 
 
-def abstract(config: Config, dtype: np.dtype) -> Params:
+def abstract(model: LaidOutModel[Config], dtype: np.dtype) -> Params:
     """Return the tree of parameters; each leaf is a `ParamSpec`."""
     shared = {"block": "shared_mlp", "fused": "input_linear", "down": "output_linear"}
-    return llama.abstract(config, dtype, **shared if config.shared_mlp else {})
+    return llama.abstract(model, dtype, **shared if model.config.shared_mlp else {})
 
 
-def embed(config: Config, params: Params, batch: TokenBatch) -> Float[Array, "tokens dim"]:
+def embed(model: LaidOutModel[Config], params: Params, batch: TokenBatch) -> Float[Array, "tokens dim"]:
     """Return the multiplied embeddings of the batch's tokens."""
-    return _times(embedding.embed(batch.tokens, params.embedding), config.embedding_multiplier)
+    return _times(embedding.embed(batch.tokens, params.embedding), model.config.embedding_multiplier)
 
 
 def layers(
-    config: Config, params: Params, x: Float[Array, "tokens dim"], batch: TokenBatch, backend: Backend
+    model: LaidOutModel[Config], params: Params, x: Float[Array, "tokens dim"], batch: TokenBatch, backend: Backend
 ) -> ApplyLayer:
     """Return the function that applies a layer."""
-    rope = rotation(batch, config.rope, config.head_dim) if config.rotates else None
+    config = model.config
+    rope = model.rotation(batch) if config.rotates else None
     settings = AttentionSettings(config.norm_eps, backend, scale=config.attention_multiplier)
     return lambda i, x, params, kv, at: _layer(x, params, batch, kv, at, rope, settings, config.residual_multiplier)
 
@@ -132,7 +134,10 @@ def _times(x: Array, factor: float) -> Array:
 
 
 def head(
-    config: Config, params: Params, hidden: Float[Array, "rows dim"], num_rows: Int[Array, ""] | None = None
+    model: LaidOutModel[Config],
+    params: Params,
+    hidden: Float[Array, "rows dim"],
+    num_rows: Int[Array, ""] | None = None,
 ) -> Float[Array, "rows vocab_shard"]:
     """Return the logits of hidden states, in float32: of the first `num_rows` only, if it is given."""
-    return embedding.logits(hidden, params.head, num_rows, change=lambda x: x / config.logits_scaling)
+    return embedding.logits(hidden, params.head, num_rows, change=lambda x: x / model.config.logits_scaling)

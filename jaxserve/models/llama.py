@@ -17,11 +17,13 @@ from jaxserve.layers.attention import AttentionParams, AttentionSettings, self_a
 from jaxserve.layers.batch import KVLayer, KVPools, LayerOutput, TokenBatch
 from jaxserve.layers.mlp import MlpParams, mlp
 from jaxserve.layers.norm import rms_norm
-from jaxserve.layers.rope import Rotation, rotation
+from jaxserve.layers.rope import Rotation
 from jaxserve.model_source.fields import LAYERS, NORM_EPSILON, Fields, Range
-from jaxserve.models.config import FULL, SLIDING, ModelConfig, read_one_window, read_sizes, read_windows, refuse
+from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder import ApplyLayer
+from jaxserve.models.layout import LaidOutModel
 from jaxserve.models.parameters import Params, ParamSpecs
+from jaxserve.models.read_fields import FULL, SLIDING, read_one_window, read_sizes, read_windows, refuse
 from jaxserve.models.rope import read_rope
 from pallas_kernels.paged_attention import Backend
 
@@ -74,13 +76,16 @@ def _windows(fields: Fields, kind: str, layers: int) -> tuple[int | None, ...]:
     return read_windows(fields, layers, [SLIDING if asked and i >= full else FULL for i in range(layers)])
 
 
-def abstract(config: Config, dtype: np.dtype, *, qkv: str | None = None, block: str = "mlp", **mlp: Any) -> Params:
+def abstract(
+    model: LaidOutModel[Config], dtype: np.dtype, *, qkv: str | None = None, block: str = "mlp", **mlp: Any
+) -> Params:
     """Return the tree of parameters; each leaf is a `ParamSpec`.
 
     `qkv` is the name of one projection for queries, keys and values. `block` is the name of the feed-forward block, and
     `mlp` has those of its projections, as `ParamSpecs.mlp` takes them.
     """
-    declare = ParamSpecs(config, dtype)
+    config = model.config
+    declare = ParamSpecs(model, dtype)
 
     def layer(name: str) -> LayerParams:
         norms = [declare.vector(f"{name}.self_attn.{x}_norm.weight", config.head_dim) for x in "qk" if config.qk_norm]
@@ -101,16 +106,17 @@ def abstract(config: Config, dtype: np.dtype, *, qkv: str | None = None, block: 
     return declare.decoder(layer)
 
 
-def embed(config: Config, params: Params, batch: TokenBatch) -> Float[Array, "tokens dim"]:
+def embed(model: LaidOutModel[Config], params: Params, batch: TokenBatch) -> Float[Array, "tokens dim"]:
     """Return the embeddings of the batch's tokens; separate from `forward`, so that rows can be overridden."""
     return embedding.embed(batch.tokens, params.embedding)
 
 
 def layers(
-    config: Config, params: Params, x: Float[Array, "tokens dim"], batch: TokenBatch, backend: Backend
+    model: LaidOutModel[Config], params: Params, x: Float[Array, "tokens dim"], batch: TokenBatch, backend: Backend
 ) -> ApplyLayer:
     """Return the function that applies a layer."""
-    rope = rotation(batch, config.rope, config.head_dim)
+    config = model.config
+    rope = model.rotation(batch)
     return lambda i, x, params, kv, at: decoder_layer(
         x, params, batch, kv, at, rope, AttentionSettings(config.norm_eps, backend, config.windows[i])
     )
@@ -135,7 +141,10 @@ def decoder_layer(
 
 
 def head(
-    config: Config, params: Params, hidden: Float[Array, "rows dim"], num_rows: Int[Array, ""] | None = None
+    model: LaidOutModel[Config],
+    params: Params,
+    hidden: Float[Array, "rows dim"],
+    num_rows: Int[Array, ""] | None = None,
 ) -> Float[Array, "rows vocab_shard"]:
     """Return the logits of hidden states, in float32: of the first `num_rows` only, if it is given."""
     return embedding.logits(hidden, params.head, num_rows)

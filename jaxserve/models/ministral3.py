@@ -8,12 +8,13 @@ from jaxtyping import Array, Float
 
 from jaxserve.layers.attention import AttentionSettings
 from jaxserve.layers.batch import KVLayer, KVPools, LayerOutput, TokenBatch
-from jaxserve.layers.rope import query_scale, rotation
+from jaxserve.layers.rope import query_scale
 from jaxserve.model_source.fields import NON_NEGATIVE, NORM_EPSILON, Fields
 from jaxserve.models import llama
-from jaxserve.models.config import read_one_window, read_sizes, refuse
 from jaxserve.models.decoder import ApplyLayer
+from jaxserve.models.layout import LaidOutModel
 from jaxserve.models.parameters import Params
+from jaxserve.models.read_fields import read_one_window, read_sizes, refuse
 from jaxserve.models.rope import read_rope
 from pallas_kernels.paged_attention import Backend
 
@@ -45,10 +46,11 @@ def parse(fields: Fields) -> Config:
 
 
 def layers(
-    config: Config, params: Params, x: Float[Array, "tokens dim"], batch: TokenBatch, backend: Backend
+    model: LaidOutModel[Config], params: Params, x: Float[Array, "tokens dim"], batch: TokenBatch, backend: Backend
 ) -> ApplyLayer:
     """Return the function that applies a layer."""
-    rope = rotation(batch, config.rope, config.head_dim)
+    config = model.config
+    rope = model.rotation(batch)
     scale = query_scale(batch.positions, config.query_growth, config.rope.original_max_position)
 
     def apply(i: int, x: Array, params: llama.LayerParams, kv: KVPools, at: KVLayer) -> LayerOutput:

@@ -19,12 +19,14 @@ from jaxserve.layers.attention import AttentionParams, AttentionSettings, self_a
 from jaxserve.layers.batch import KVLayer, KVPools, LayerOutput, TokenBatch
 from jaxserve.layers.mlp import MlpParams, mlp
 from jaxserve.layers.norm import rms_norm
-from jaxserve.layers.rope import RopeConfig, Rotation, rotation
+from jaxserve.layers.rope import RopeConfig, Rotation
 from jaxserve.model_source.fields import NORM_EPSILON, Fields
 from jaxserve.models import llama
-from jaxserve.models.config import FULL, SLIDING, ModelConfig, periodic_layer_types, read_sizes, read_windows, refuse
+from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder import ApplyLayer
+from jaxserve.models.layout import LaidOutModel
 from jaxserve.models.parameters import Params, ParamSpecs
+from jaxserve.models.read_fields import FULL, SLIDING, periodic_layer_types, read_sizes, read_windows, refuse
 from jaxserve.models.rope import read_rope
 from pallas_kernels.paged_attention import Backend
 
@@ -81,9 +83,10 @@ def parse(fields: Fields) -> Config:
     )
 
 
-def abstract(config: Config, dtype: np.dtype) -> Params:
+def abstract(model: LaidOutModel[Config], dtype: np.dtype) -> Params:
     """Return the tree of parameters; each leaf is a `ParamSpec`."""
-    declare = ParamSpecs(config, dtype)
+    config = model.config
+    declare = ParamSpecs(model, dtype)
 
     def layer(name: str) -> LayerParams:
         return LayerParams(
@@ -104,10 +107,11 @@ def abstract(config: Config, dtype: np.dtype) -> Params:
 
 
 def layers(
-    config: Config, params: Params, x: Float[Array, "tokens dim"], batch: TokenBatch, backend: Backend
+    model: LaidOutModel[Config], params: Params, x: Float[Array, "tokens dim"], batch: TokenBatch, backend: Backend
 ) -> ApplyLayer:
     """Return the function that applies a layer."""
-    full, sliding = (rotation(batch, rope, config.head_dim) for rope in (config.rope, config.sliding_rope))
+    config = model.config
+    full, sliding = (model.rotation(batch, rope) for rope in (config.rope, config.sliding_rope))
 
     def apply(i: int, x: Array, params: LayerParams, kv: KVPools, at: KVLayer) -> LayerOutput:
         window = config.windows[i]

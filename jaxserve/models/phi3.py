@@ -7,7 +7,7 @@ import functools
 from jaxserve.errors import ConfigError
 from jaxserve.model_source.fields import NORM_EPSILON, Fields
 from jaxserve.models import llama
-from jaxserve.models.config import read_one_window, read_sizes, refuse
+from jaxserve.models.read_fields import read_one_window, read_sizes, refuse
 from jaxserve.models.rope import read_rope
 
 abstract = functools.partial(llama.abstract, qkv="qkv_proj", fused="gate_up_proj")

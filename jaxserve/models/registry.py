@@ -1,7 +1,7 @@
 """Maps each supported architecture to the model family that implements it.
 
-A family's module has `parse(fields) -> config`, `abstract(config, dtype)`, `embed(config, params, batch)`,
-`layers(config, params, x, batch, backend)` and `head(config, params, hidden)`; docs/adding-a-model.md shows one.
+A family's module has `parse(fields) -> config`, `abstract(model, dtype)`, `embed(model, params, batch)`,
+`layers(model, params, x, batch, backend)` and `head(model, params, hidden)`; docs/adding-a-model.md shows one.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 from jaxtyping import Array, Float
 
 from jaxserve.errors import ConfigError
@@ -32,9 +33,11 @@ from jaxserve.models import (
     smollm3,
     starcoder2,
 )
-from jaxserve.models.config import ModelConfig, refuse_unread
+from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder import apply_layers, final_norm
 from jaxserve.models.draft_heads import eagle, mtp
+from jaxserve.models.layout import AnyModel
+from jaxserve.models.read_fields import refuse_unread
 from jaxserve.quant import read_quantization
 from pallas_kernels.paged_attention import Backend
 
@@ -139,17 +142,23 @@ def _why_not(architecture: str, raw: Mapping[str, Any]) -> str:
     return "supported: " + ", ".join(sorted([*_FAMILIES, *_TEXT_MODELS]))
 
 
-def family(config: ModelConfig) -> ModuleType:
-    """Return the module of a config's family, or of its head if it drafts for a model."""
-    return _FAMILIES.get(config.architecture) or _DRAFT_HEADS[config.architecture]
+def family(model: AnyModel) -> ModuleType:
+    """Return the module of a model's family, or of its head if it drafts for a model."""
+    architecture = model.config.architecture
+    return _FAMILIES.get(architecture) or _DRAFT_HEADS[architecture]
+
+
+def abstract_params(model: AnyModel, dtype: np.dtype) -> Any:
+    """Return the tree of a model's parameters; each leaf is a `ParamSpec`."""
+    return family(model).abstract(model, dtype)
 
 
 def forward(
-    config: ModelConfig, params: Any, x: Float[Array, "tokens dim"], batch: TokenBatch, kv: KVPools, backend: Backend
+    model: AnyModel, params: Any, x: Float[Array, "tokens dim"], batch: TokenBatch, kv: KVPools, backend: Backend
 ) -> LayerOutput:
     """Apply the layers of a model and its last norm to embeddings."""
-    out = apply_layers(config, family(config).layers(config, params, x, batch, backend), params.layers, x, kv)
-    return dataclasses.replace(out, hidden=final_norm(out.hidden, params.norm, config.norm_eps))
+    out = apply_layers(model, family(model).layers(model, params, x, batch, backend), params.layers, x, kv)
+    return dataclasses.replace(out, hidden=final_norm(out.hidden, params.norm, model.config.norm_eps))
 
 
 def parse_draft_head(raw: Mapping[str, Any], where: str, method: str, tensors: Collection[str]) -> ModelConfig:

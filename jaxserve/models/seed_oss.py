@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jaxserve.model_source.fields import NORM_EPSILON, Fields
 from jaxserve.models import llama
-from jaxserve.models.config import read_sizes, refuse
+from jaxserve.models.read_fields import read_sizes, refuse
 from jaxserve.models.rope import read_rope
 
 abstract, embed, layers, head = llama.abstract, llama.embed, llama.layers, llama.head

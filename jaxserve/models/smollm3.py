@@ -11,12 +11,12 @@ from jaxtyping import Array, Float
 
 from jaxserve.layers.attention import AttentionSettings
 from jaxserve.layers.batch import KVLayer, KVPools, LayerOutput, TokenBatch
-from jaxserve.layers.rope import rotation
 from jaxserve.model_source.fields import LAYERS, NORM_EPSILON, Fields
 from jaxserve.models import llama
-from jaxserve.models.config import FULL, SLIDING, read_sizes, read_windows, refuse
 from jaxserve.models.decoder import ApplyLayer
+from jaxserve.models.layout import LaidOutModel
 from jaxserve.models.parameters import Params
+from jaxserve.models.read_fields import FULL, SLIDING, read_sizes, read_windows, refuse
 from jaxserve.models.rope import read_rope
 from pallas_kernels.paged_attention import Backend
 
@@ -64,10 +64,11 @@ def _rotates(fields: Fields, num_layers: int) -> tuple[bool, ...]:
 
 
 def layers(
-    config: Config, params: Params, x: Float[Array, "tokens dim"], batch: TokenBatch, backend: Backend
+    model: LaidOutModel[Config], params: Params, x: Float[Array, "tokens dim"], batch: TokenBatch, backend: Backend
 ) -> ApplyLayer:
     """Return the function that applies a layer."""
-    rope = rotation(batch, config.rope, config.head_dim)
+    config = model.config
+    rope = model.rotation(batch)
 
     def apply(i: int, x: Array, params: llama.LayerParams, kv: KVPools, at: KVLayer) -> LayerOutput:
         settings = AttentionSettings(config.norm_eps, backend, config.windows[i])

@@ -14,12 +14,14 @@ from jaxserve.layers.attention import AttentionParams, AttentionSettings, self_a
 from jaxserve.layers.batch import KVLayer, KVPools, LayerOutput, TokenBatch
 from jaxserve.layers.mlp import MlpParams, mlp
 from jaxserve.layers.norm import layer_norm
-from jaxserve.layers.rope import Rotation, rotation
+from jaxserve.layers.rope import Rotation
 from jaxserve.model_source.fields import NORM_EPSILON, Fields
 from jaxserve.models import llama
-from jaxserve.models.config import ModelConfig, read_one_window, read_sizes, refuse
+from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder import ApplyLayer
+from jaxserve.models.layout import LaidOutModel
 from jaxserve.models.parameters import LayerNormParams, Params, ParamSpecs
+from jaxserve.models.read_fields import read_one_window, read_sizes, refuse
 from jaxserve.models.rope import read_rope
 from pallas_kernels.paged_attention import Backend
 
@@ -68,9 +70,10 @@ def parse(fields: Fields) -> Config:
     )
 
 
-def abstract(config: Config, dtype: np.dtype) -> Params:
+def abstract(model: LaidOutModel[Config], dtype: np.dtype) -> Params:
     """Return the tree of parameters; each leaf is a `ParamSpec`."""
-    declare = ParamSpecs(config, dtype)
+    config = model.config
+    declare = ParamSpecs(model, dtype)
 
     def layer(name: str) -> LayerParams:
         return LayerParams(
@@ -86,10 +89,11 @@ def abstract(config: Config, dtype: np.dtype) -> Params:
 
 
 def layers(
-    config: Config, params: Params, x: Float[Array, "tokens dim"], batch: TokenBatch, backend: Backend
+    model: LaidOutModel[Config], params: Params, x: Float[Array, "tokens dim"], batch: TokenBatch, backend: Backend
 ) -> ApplyLayer:
     """Return the function that applies a layer."""
-    rope = rotation(batch, config.rope, config.head_dim)
+    config = model.config
+    rope = model.rotation(batch)
     return lambda i, x, params, kv, at: _layer(
         x, params, batch, kv, at, rope, AttentionSettings(config.norm_eps, backend, config.windows[i])
     )

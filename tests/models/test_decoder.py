@@ -12,7 +12,8 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxserve.models.decoder import apply_layers, final_norm
-from jaxserve.models.registry import family, forward
+from jaxserve.models.layout import LaidOutModel
+from jaxserve.models.registry import abstract_params, family, forward
 from jaxserve.runtime.devices.mesh import partitions, shardings
 from jaxserve.weights.dummy import dummy_params
 from pallas_kernels.paged_attention import REFERENCE
@@ -23,17 +24,16 @@ SIZE = 21
 
 
 def _run(name: str, compute: Any) -> Any:
-    """Return what `compute(model, config, params, x, batch, kv)` returns for a prompt of a golden model."""
-    config = golden_config(name)
-    model = family(config)
-    abstract = model.abstract(config, np.dtype(np.float32))
+    """Return what `compute(model, params, x, batch, kv)` returns for a prompt of a golden model."""
+    model = LaidOutModel(golden_config(name))
+    abstract = abstract_params(model, np.dtype(np.float32))
     params = dummy_params(abstract, shardings(cpu_mesh(), abstract), seed=0)
-    tokens = np.random.default_rng(0).integers(0, config.vocab_size, SIZE)
+    tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, SIZE)
 
     def run(params: Any, tokens: jax.Array) -> Any:
-        kv = empty_pools(config, SIZE)
+        kv = empty_pools(model, SIZE)
         batch = whole_prompt(tokens, jnp.int32(SIZE), len(kv))
-        return compute(model, config, params, model.embed(config, params, batch), batch, kv)
+        return compute(model, params, family(model).embed(model, params, batch), batch, kv)
 
     specs, whole = (partitions(abstract), PartitionSpec()), PartitionSpec()
     mapped = jax.shard_map(run, mesh=cpu_mesh(), in_specs=specs, out_specs=whole, check_vma=False)
@@ -45,14 +45,14 @@ def _run(name: str, compute: Any) -> Any:
 def test_two_ranges_of_layers_are_the_whole(name: str) -> None:
     """The features that a head gets from a family are the inputs of layers: what ranges that end there return."""
 
-    def compute(model: Any, config: Any, params: Any, x: Any, batch: Any, kv: Any) -> Any:
-        asked = dataclasses.replace(config, taps=tuple(range(config.num_layers)))
+    def compute(model: Any, params: Any, x: Any, batch: Any, kv: Any) -> Any:
+        layers = model.config.num_layers
+        asked, middle = dataclasses.replace(model, taps=tuple(range(layers))), layers // 2
         whole = forward(asked, params, x, batch, kv, REFERENCE)
-        apply, middle = model.layers(config, params, x, batch, REFERENCE), config.num_layers // 2
-        first = apply_layers(config, apply, params.layers[:middle], x, kv, range(middle))
-        rest = range(middle, config.num_layers)
-        last = apply_layers(asked, apply, params.layers[middle:], first.hidden, first.kv, rest)
-        hidden = final_norm(last.hidden, params.norm, config.norm_eps)
+        apply = family(model).layers(model, params, x, batch, REFERENCE)
+        first = apply_layers(model, apply, params.layers[:middle], x, kv, range(middle))
+        last = apply_layers(asked, apply, params.layers[middle:], first.hidden, first.kv, range(middle, layers))
+        hidden = final_norm(last.hidden, params.norm, model.config.norm_eps)
         loads = [part.expert_tokens for part in (first, last) if part.expert_tokens is not None]
         parts = hidden, last.kv, jnp.concatenate(loads) if loads else None, (x, first.hidden, last.features)
         features = whole.features[0], whole.features[middle], whole.features[middle:]

@@ -13,7 +13,8 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxserve.api_types import SamplingParams
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.registry import family, parse_model_config
+from jaxserve.models.layout import AnyModel, LaidOutModel
+from jaxserve.models.registry import abstract_params, parse_model_config
 from jaxserve.runtime.devices.mesh import make_mesh, shardings
 from jaxserve.runtime.programs.builder import ADJUST_KEY, UPDATE_KEY, ProgramBuilder, leaves_of
 from jaxserve.runtime.step.slot_update import pack_adjustments, pack_updates
@@ -40,6 +41,10 @@ def model() -> ModelConfig:
     return parse_model_config(CONFIG)
 
 
+def laid_out(**layout: int) -> AnyModel:
+    return LaidOutModel(model(), **layout)
+
+
 @functools.cache
 def mesh() -> Mesh:
     return make_mesh(jax.devices("cpu"))
@@ -47,7 +52,7 @@ def mesh() -> Mesh:
 
 def specs(capacity: Capacity, vocab_size: int = CONFIG["vocab_size"]) -> DeviceState:
     return state_specs(
-        model().kv_specs(), capacity, vocab_size=vocab_size, hidden_size=model().hidden_size, kv_dtype=F32
+        laid_out().kv_specs(), capacity, vocab_size=vocab_size, hidden_size=model().hidden_size, kv_dtype=F32
     )
 
 
@@ -57,13 +62,13 @@ def zero_state(capacity: Capacity, vocab_size: int = CONFIG["vocab_size"]) -> De
 
 
 def builder(capacity: Capacity = CAPACITY, *, sample_rows: int | None = 16) -> ProgramBuilder:
-    context = StepContext(model(), REFERENCE, sample_rows)
-    return ProgramBuilder(context, capacity, mesh(), family(model()).abstract(model(), F32), specs(capacity))
+    context = StepContext(laid_out(), REFERENCE, sample_rows)
+    return ProgramBuilder(context, capacity, mesh(), abstract_params(laid_out(), F32), specs(capacity))
 
 
 @functools.cache
 def params() -> Any:
-    abstract = family(model()).abstract(model(), F32)
+    abstract = abstract_params(laid_out(), F32)
     return dummy_params(abstract, shardings(mesh(), abstract), 0)
 
 

@@ -17,11 +17,12 @@ from jaxserve.layers.linear import linear
 from jaxserve.layers.mixture import MixtureSettings
 from jaxserve.layers.mlp import ACTIVATIONS, mlp
 from jaxserve.layers.norm import rms_norm
-from jaxserve.layers.rope import Rotation, rotation
+from jaxserve.layers.rope import Rotation
 from jaxserve.models import gemma, parameters
 from jaxserve.models.decoder import ApplyLayer
 from jaxserve.models.gemma4 import mixture
 from jaxserve.models.gemma4.config import Config
+from jaxserve.models.layout import LaidOutModel
 from jaxserve.models.mixtures.common import mixture_settings
 from jaxserve.models.parameters import ParamSpecs
 from pallas_kernels.paged_attention import Backend
@@ -63,14 +64,15 @@ class LayerParams(gemma.LayerParams):
     scalar: Float[Array, " 1"]
 
 
-def abstract(config: Config, dtype: np.dtype) -> Params:
+def abstract(model: LaidOutModel[Config], dtype: np.dtype) -> Params:
     """Return the tree of parameters; each leaf is a `ParamSpec`."""
-    declare = ParamSpecs(config, dtype)
+    config = model.config
+    declare = ParamSpecs(model, dtype)
     dim, size, biased = config.hidden_size, config.per_layer_dim, config.attention_bias
 
     def layer(i: int) -> LayerParams:
         name, full, reuses = f"model.layers.{i}", config.windows[i] is None, config.kv_source(i) != i
-        kv_heads, head_dim = config.stored_heads(i)
+        kv_heads, head_dim = config.kv_heads_of(i)
         q_norm, k_norm = (declare.wide_norm(f"{name}.self_attn.{x}_norm.weight", head_dim) for x in "qk")
         attention = declare.attention(
             f"{name}.self_attn",
@@ -115,15 +117,16 @@ def abstract(config: Config, dtype: np.dtype) -> Params:
 
 
 def layers(
-    config: Config, params: Params, x: Float[Array, "tokens dim"], batch: TokenBatch, backend: Backend
+    model: LaidOutModel[Config], params: Params, x: Float[Array, "tokens dim"], batch: TokenBatch, backend: Backend
 ) -> ApplyLayer:
     """Return the function that applies a layer; `x` are the embeddings, of which layers have vectors."""
-    full = rotation(batch, config.rope, config.full_head_dim)
-    local = rotation(batch, config.local_rope, config.head_dim)
+    config = model.config
+    full = model.rotation(batch, config.rope, config.full_head_dim)
+    local = model.rotation(batch, config.local_rope, config.head_dim)
     experts = None
     if config.routing is not None:
-        experts = mixture_settings(config, config.routing, mixture.GATE, batch, backend.target)
-    vectors = None if params.layer_vectors is None else _layer_vectors(config, params.layer_vectors, x, batch)
+        experts = mixture_settings(model, config.routing, mixture.GATE, batch, backend.target)
+    vectors = None if params.layer_vectors is None else _layer_vectors(model, params.layer_vectors, x, batch)
 
     def apply(i: int, x: Array, params: LayerParams, kv: KVPools, at: KVLayer) -> LayerOutput:
         window, vector = config.windows[i], None if vectors is None else vectors[:, i]
@@ -142,9 +145,10 @@ def layers(
 
 @jax.named_scope("layer_vectors")
 def _layer_vectors(
-    config: Config, params: LayerVectorParams, x: Float[Array, "tokens dim"], batch: TokenBatch
+    model: LaidOutModel[Config], params: LayerVectorParams, x: Float[Array, "tokens dim"], batch: TokenBatch
 ) -> Float[Array, "tokens layers size"]:
     """Return each layer's vectors for the batch's tokens, whose embeddings are `x`."""
+    config = model.config
     shape = batch.num_tokens, config.num_layers, config.per_layer_dim
     dim_scale, size_scale, half = (
         jnp.asarray(scale, x.dtype) for scale in (config.hidden_size**-0.5, config.per_layer_dim**0.5, 0.5**0.5)

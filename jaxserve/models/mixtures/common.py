@@ -16,10 +16,11 @@ from jaxserve.layers.batch import KVLayer, KVPools, LayerOutput, TokenBatch
 from jaxserve.layers.mixture import MixtureParams, MixtureSettings, mixture
 from jaxserve.layers.mlp import MlpParams, mlp
 from jaxserve.layers.norm import rms_norm
-from jaxserve.layers.rope import Rotation, rotation
+from jaxserve.layers.rope import Rotation
 from jaxserve.models import llama
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder import ApplyLayer
+from jaxserve.models.layout import AnyModel, LaidOutModel
 from jaxserve.models.parameters import Params, ParamSpecs
 from pallas_kernels.expert_routing import Routing
 from pallas_kernels.grouped_matmul import Gate
@@ -113,16 +114,18 @@ class LayerSettings:
     mixture: MixtureSettings
 
 
-def abstract(config: Config, dtype: np.dtype) -> Params:
+def abstract(model: LaidOutModel[Config], dtype: np.dtype) -> Params:
     """Return the tree of parameters; each leaf is a `ParamSpec`."""
-    declare = ParamSpecs(config, dtype)
-    layers = tuple(layer_params(config, declare, i) for i in range(config.num_layers))
+    config = model.config
+    declare = ParamSpecs(model, dtype)
+    layers = tuple(layer_params(model, declare, i) for i in range(config.num_layers))
     norm = dataclasses.replace(declare.vector("model.norm.weight"), unused=config.unused)
     return Params(declare.embedding(), layers, norm, declare.head())
 
 
-def layer_params(config: Config, declare: ParamSpecs, i: int) -> LayerParams:
+def layer_params(model: LaidOutModel[Config], declare: ParamSpecs, i: int) -> LayerParams:
     """Return the tree of parameters of layer i."""
+    config = model.config
     names = config.names
 
     def qk_norm(name: str, letter: str) -> Any:
@@ -168,19 +171,20 @@ def layer_params(config: Config, declare: ParamSpecs, i: int) -> LayerParams:
 
 
 def mixture_settings(
-    config: ModelConfig, routing: Routing, gate: Gate, batch: TokenBatch, target: KernelTarget
+    model: AnyModel, routing: Routing, gate: Gate, batch: TokenBatch, target: KernelTarget
 ) -> MixtureSettings:
     """Return the static settings of all mixtures of a step."""
-    ragged = config.ragged_exchange and not batch.decode_only
-    return MixtureSettings(config.num_experts, routing, gate, target, config.experts_over_ranks, ragged)
+    ragged = model.ragged_exchange and not batch.decode_only
+    return MixtureSettings(model.config.num_experts, routing, gate, target, model.experts_over_ranks, ragged)
 
 
 def layers(
-    config: Config, params: Any, x: Float[Array, "tokens dim"], batch: TokenBatch, backend: Backend
+    model: LaidOutModel[Config], params: Any, x: Float[Array, "tokens dim"], batch: TokenBatch, backend: Backend
 ) -> ApplyLayer:
     """Return the function that applies a layer."""
-    rope = rotation(batch, config.rope, config.head_dim)
-    of_mixture = mixture_settings(config, config.routing, config.gate, batch, backend.target)
+    config = model.config
+    rope = model.rotation(batch)
+    of_mixture = mixture_settings(model, config.routing, config.gate, batch, backend.target)
 
     def apply(i: int, x: Array, params: LayerParams, kv: KVPools, at: KVLayer) -> LayerOutput:
         settings = LayerSettings(AttentionSettings(config.norm_eps, backend, config.windows[i]), of_mixture)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from jaxserve.errors import ConfigError
 from jaxserve.model_source.fields import HEAD_DIM, NORM_EPSILON, Fields, Range
-from jaxserve.models.config import DRAFTS, read_experts, read_sizes, refuse, unused_layers
 from jaxserve.models.mixtures import common
+from jaxserve.models.read_fields import DRAFTS, read_experts, read_sizes, refuse, unused_layers
 from jaxserve.models.rope import read_rope
 from pallas_kernels.expert_routing import Routing
 

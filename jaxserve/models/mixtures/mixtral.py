@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from jaxserve.model_source.fields import NORM_EPSILON, Fields
-from jaxserve.models.config import read_experts, read_one_window, read_sizes, refuse
 from jaxserve.models.mixtures import common
+from jaxserve.models.read_fields import read_experts, read_one_window, read_sizes, refuse
 from jaxserve.models.rope import read_rope
 from pallas_kernels.expert_routing import Routing
 

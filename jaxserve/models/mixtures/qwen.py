@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from jaxserve.model_source.fields import LAYERS, NORM_EPSILON, WIDTH, Fields, Range
-from jaxserve.models.config import FULL, SLIDING, read_experts, read_sizes, read_windows, refuse
 from jaxserve.models.mixtures import common
+from jaxserve.models.read_fields import FULL, SLIDING, read_experts, read_sizes, read_windows, refuse
 from jaxserve.models.rope import read_rope
 from pallas_kernels.expert_routing import Routing
 

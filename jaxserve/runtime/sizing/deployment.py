@@ -21,8 +21,10 @@ from jaxserve.config.data_parallel import Parallelism, parallelism
 from jaxserve.config.schema import EngineConfig
 from jaxserve.errors import ConfigError
 from jaxserve.models.config import ModelConfig
+from jaxserve.models.draft_heads import eagle
 from jaxserve.models.dtypes import dtype_of, kv_dtype_of
-from jaxserve.models.registry import family, parse_model_config
+from jaxserve.models.layout import AnyModel, LaidOutModel
+from jaxserve.models.registry import abstract_params, parse_model_config
 from jaxserve.params import KVSpec
 from jaxserve.quant import Shards, Stored, WeightChoice, choose_weights, hold_weights, method_of, stored_by_config
 from jaxserve.runtime.devices.device import DeviceFacts
@@ -66,7 +68,7 @@ class Deployment:
     """
 
     config: EngineConfig
-    model: ModelConfig
+    model: AnyModel
     device: DeviceFacts
     dtype: np.dtype
     backend: Backend
@@ -112,7 +114,7 @@ class Deployment:
     @property
     def dense_bytes(self) -> int:
         """Bytes that the weights would take on a device if none were quantized."""
-        own = family(self.model).abstract(self.model, self.dtype)
+        own = abstract_params(self.model, self.dtype)
         return device_bytes((own, None if self.drafting is None else self.drafting.dense), self.axis_sizes)
 
     @property
@@ -202,14 +204,15 @@ def deploy(
     context = config.context_length or model.max_position_embeddings
     # A window as long as the context masks nothing.
     whole_from = 0 if config.disable_hybrid_swa_memory else context
-    model = dataclasses.replace(
-        model.with_context(context),
+    laid_out: AnyModel = LaidOutModel(
+        model,
         shards=tensor,
+        context=context,
         whole_from=whole_from,
         experts_over_ranks=divided.over_ranks,
         ragged_exchange=divided.over_ranks and _sends_ragged(config, model, device, divided.expert_parts),
     )
-    specs = model.kv_specs()
+    specs = laid_out.kv_specs()
     if config.disable_hybrid_swa_memory and len(specs) > 1:
         heads = ", ".join(f"{spec.num_kv_heads} of size {spec.head_dim}" for spec in specs)
         raise ConfigError(
@@ -218,13 +221,13 @@ def deploy(
         )
     _check_ratio(config, specs, context)
     axes = axis_sizes(data=data, tensor=tensor, expert=divided.expert)
-    params = family(model).abstract(model, dtype)
+    params = abstract_params(laid_out, dtype)
     stored = stored or stored_by_config(model.quantization, params)
     shards = Shards(tensor, tensor // divided.expert)
-    drafting = plan_drafting(config, model, context, dtype, device.kernels, shards, stored)
+    drafting = plan_drafting(config, laid_out, dtype, device.kernels, shards, stored)
     draft_model = None if drafting is None else drafting.model
-    if draft_model is not None:
-        model = dataclasses.replace(model, taps=draft_model.taps)
+    if draft_model is not None and isinstance(draft_model.config, eagle.Config):
+        laid_out = dataclasses.replace(laid_out, taps=draft_model.config.taps)
     weights = choose_weights(
         config.quantization,
         params,
@@ -242,7 +245,7 @@ def deploy(
     try:
         problems = [
             attention_problem(config, one, spec, dtype=dtype, kv_dtype=kv_dtype, tensor=tensor)
-            for one in (model, draft_model)
+            for one in (laid_out, draft_model)
             if one is not None
             for spec in one.kv_specs()
             if spec.num_layers
@@ -264,7 +267,7 @@ def deploy(
         num_ranks=data,
         window_groups=tuple(WindowGroup(1, spec.window) for spec in specs if spec.window is not None),
     )
-    vocab_size = model.padded_vocab_size
+    vocab_size = laid_out.padded_vocab_size
     describe = functools.partial(
         state_specs,
         vocab_size=vocab_size,
@@ -273,7 +276,7 @@ def deploy(
         dtype=dtype,
         platform=backend.kv_platform,
         expert_tokens=expert_tokens_spec(
-            len(model.mixture_layers), model.num_experts, ranks=data, over_ranks=model.experts_over_ranks
+            len(model.mixture_layers), model.num_experts, ranks=data, over_ranks=laid_out.experts_over_ranks
         ),
         drafter=None if drafting is None else drafting.drafter,
     )
@@ -285,7 +288,7 @@ def deploy(
         slot_bytes -= device_bytes((slot.drafts.kv, slot.drafts.features), axes)
     sized = functools.partial(
         resolve_sizes,
-        model=model,
+        model=laid_out,
         device=device,
         weight_bytes=weight_bytes,
         slot_bytes=slot_bytes,
@@ -308,7 +311,7 @@ def deploy(
     state = describe(specs, sizes.capacity)
     return Deployment(
         config,
-        model,
+        laid_out,
         device,
         dtype,
         backend,

@@ -22,7 +22,6 @@ from jaxtyping import Array, Int
 
 from jaxserve.layers.axes import DATA_AXIS
 from jaxserve.layers.embedding import shard_index
-from jaxserve.models.config import ModelConfig
 from jaxserve.models.registry import family
 from jaxserve.runtime.devices.mesh import partitions
 from jaxserve.runtime.step.buckets import smallest_fitting, token_buckets
@@ -153,7 +152,7 @@ def make_draw(
 def _draw(
     params: Any, state: DeviceState, packed: jax.Array, context: StepContext, key: DrawKey
 ) -> tuple[DeviceState, DrawOutput]:
-    model: ModelConfig = context.model
+    model = context.model
     fields = draw_packing(key, model.padded_vocab_size).unpack(packed)
     slots, live = fields["slots"], fields["num_live"]
     own = jnp.maximum(slots, 0)

@@ -192,7 +192,7 @@ def _draft_specs(
         [spec] = drafter.model.kv_specs()
         features = None
         if drafter.is_head:
-            shape = capacity.num_ranks, capacity.num_pages, capacity.page_size, drafter.model.hidden_size
+            shape = capacity.num_ranks, capacity.num_pages, capacity.page_size, drafter.model.config.hidden_size
             features = ArraySpec(shape, dtype, ("ranks", None, None, "features"))
         kv = pool(spec, capacity.num_pages)
         return Drafts(tokens, counts, None, by_slot(i32, max_tokens), kv, features)  # type: ignore[arg-type]

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from jaxserve.layers.axes import DATA_AXIS
 from jaxserve.layers.embedding import mask_padding, shard_index
-from jaxserve.models.config import ModelConfig
+from jaxserve.models.layout import AnyModel
 from jaxserve.models.registry import family, forward
 from jaxserve.runtime.devices.mesh import partitions
 from jaxserve.runtime.speculation.draft_model import DraftModel
@@ -49,7 +49,7 @@ class StepContext:
     are made, if there are any.
     """
 
-    model: ModelConfig
+    model: AnyModel
     backend: Backend
     sample_rows: int | None
     drafter: NgramLookup | DraftModel | None = None
@@ -248,7 +248,7 @@ def sample_rows(
 
     def draw(given: tuple[Array, Rows], num_rows: Array | None) -> tuple[Array, Logprobs | None]:
         states, own = given
-        logits = mask_padding(logits_of(states, num_rows), context.model.vocab_size, num_rows)
+        logits = mask_padding(logits_of(states, num_rows), context.model.config.vocab_size, num_rows)
         if greedy:
             return sampling.greedy(logits), None
         return sampling.sample(logits, state.sampling, state.counts, own, context.backend.target, num_rows)
@@ -271,7 +271,7 @@ def _prompt_logprobs(
     tokens, target = hidden.shape[0], context.backend.target
 
     def scored(block: tuple[Array, Array]) -> Logprobs:
-        logits = mask_padding(model.head(context.model, params, block[0]), context.model.vocab_size)
+        logits = mask_padding(model.head(context.model, params, block[0]), context.model.config.vocab_size)
         return sampling.logprobs(logits, block[1], target)
 
     if sampling.uses_triton(target):
