@@ -87,13 +87,7 @@ def calculated_scales(data: int, tensor: int) -> np.ndarray:
     capacity = msgspec.structs.replace(CAPACITY, num_ranks=data)
     mesh, abstract = make_mesh(jax.devices(), data=data, tensor=tensor), abstract_params(model, F32)
     fp8 = np.dtype(jax.numpy.float8_e4m3fn)
-    fp8_specs = state_specs(
-        model.kv_specs(),
-        capacity,
-        vocab_size=model.padded_vocab_size,
-        hidden_size=model.config.hidden_size,
-        kv_dtype=fp8,
-    )
+    fp8_specs = state_specs(model, capacity, kv_dtype=fp8)
     builder = ProgramBuilder(StepContext(model, REFERENCE, 2), capacity, mesh, abstract, fp8_specs)
     params = dummy_params(abstract, shardings(mesh, abstract), 0)
     state = make_state(fp8_specs, shardings(mesh, fp8_specs))
@@ -119,13 +113,7 @@ def empty_group() -> None:
     assert [spec.num_layers for spec in model.kv_specs()] == [0, 2]
     capacity = msgspec.structs.replace(CAPACITY, num_ranks=2, window_groups=(WindowGroup(10, 8),))
     mesh, abstract = make_mesh(jax.devices(), data=2, tensor=2), abstract_params(model, F32)
-    own_specs = state_specs(
-        model.kv_specs(),
-        capacity,
-        vocab_size=model.padded_vocab_size,
-        hidden_size=model.config.hidden_size,
-        kv_dtype=F32,
-    )
+    own_specs = state_specs(model, capacity, kv_dtype=F32)
     builder = ProgramBuilder(StepContext(model, REFERENCE, 2), capacity, mesh, abstract, own_specs)
     for key in (UPDATE_KEY, write_key(0)):
         compiled = builder.compile(key)

@@ -51,9 +51,7 @@ def mesh() -> Mesh:
 
 
 def specs(capacity: Capacity, vocab_size: int = CONFIG["vocab_size"]) -> DeviceState:
-    return state_specs(
-        laid_out().kv_specs(), capacity, vocab_size=vocab_size, hidden_size=model().hidden_size, kv_dtype=F32
-    )
+    return state_specs(LaidOutModel(dataclasses.replace(model(), vocab_size=vocab_size)), capacity, kv_dtype=F32)
 
 
 def zero_state(capacity: Capacity, vocab_size: int = CONFIG["vocab_size"]) -> DeviceState:

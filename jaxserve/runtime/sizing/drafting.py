@@ -53,6 +53,12 @@ class Drafting:
         return self.drafter.model if isinstance(self.drafter, DraftModel) else None
 
     @property
+    def taps(self) -> tuple[int, ...]:
+        """The layers of the model whose inputs a head needs."""
+        head = None if self.model is None else self.model.config
+        return head.taps if isinstance(head, eagle.Config) else ()
+
+    @property
     def dense(self) -> Any:
         """The parameters of the draft model as if none were quantized."""
         return None if self.model is None else abstract_params(self.model, self.dtype)

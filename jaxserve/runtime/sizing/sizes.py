@@ -176,12 +176,12 @@ def _verify_buckets(config: EngineConfig, running: int, drafts: int, largest: in
 
 
 def attention_problem(
-    config: EngineConfig, model: AnyModel, spec: KVSpec, *, dtype: np.dtype, kv_dtype: np.dtype, tensor: int = 1
+    config: EngineConfig, model: AnyModel, spec: KVSpec, *, dtype: np.dtype, kv_dtype: np.dtype
 ) -> Problem:
     """Return the attention problem of a KV group that the kernel of each shard must solve."""
     return Problem(
-        heads=model.config.num_heads // tensor,
-        kv_heads=spec.num_kv_heads // tensor,
+        heads=model.config.num_heads // model.shards,
+        kv_heads=spec.num_kv_heads // model.shards,
         head_dim=spec.head_dim,
         page_size=config.page_size,
         dtype=dtype,

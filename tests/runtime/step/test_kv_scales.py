@@ -27,7 +27,6 @@ from tests.runtime.tiny import (
     builder,
     laid_out,
     mesh,
-    model,
     on_trees,
     open_slots,
     opening,
@@ -42,7 +41,7 @@ TOKENS = [7, 250, 130, 9, 11, 128, 129, 255, 1, 2, 3]
 @pytest.fixture(scope="module")
 def specs() -> DeviceState:
     fp8 = np.dtype(jnp.float8_e4m3fn)
-    return state_specs(laid_out().kv_specs(), CAPACITY, vocab_size=258, hidden_size=model().hidden_size, kv_dtype=fp8)
+    return state_specs(laid_out(), CAPACITY, kv_dtype=fp8)
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +90,7 @@ def test_no_more_tokens_count_than_the_program_takes() -> None:
 
 
 def test_pools_without_fp8_have_no_scales() -> None:
-    plain = state_specs(laid_out().kv_specs(), CAPACITY, vocab_size=258, hidden_size=model().hidden_size, kv_dtype=F32)
+    plain = state_specs(laid_out(), CAPACITY, kv_dtype=F32)
     assert make_state(plain, shardings(mesh(), plain)).kv[0].scales is None
 
 
