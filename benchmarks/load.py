@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import gc
 import json
 import os
@@ -49,15 +48,15 @@ def load(model: str, dtype: str, part: str, count: bool) -> dict[str, Any]:
     from jaxserve.config.schema import EngineConfig
     from jaxserve.model_source import read_config, resolve
     from jaxserve.models.dtypes import dtype_of
-    from jaxserve.models.registry import family, parse_model_config
+    from jaxserve.models.layout import LaidOutModel
+    from jaxserve.models.registry import abstract_params, parse_model_config
     from jaxserve.runtime.devices.mesh import make_mesh, shardings
     from jaxserve.weights import build_params, open_weights
 
     source = resolve(model)
     config = parse_model_config(read_config(source))
     tensor = 1 if part == "whole" else next(count for count in SHARDS if config.splits_into(count))
-    config = dataclasses.replace(config, shards=tensor)
-    abstract = family(config).abstract(config, dtype_of(EngineConfig(dtype=dtype).dtype))  # type: ignore[arg-type]
+    abstract = abstract_params(LaidOutModel(config, shards=tensor), dtype_of(EngineConfig(dtype=dtype).dtype))  # type: ignore[arg-type]
     where = shardings(make_mesh(jax.devices(), tensor=tensor), abstract)
 
     def once() -> int:
@@ -150,7 +149,8 @@ def write_model(folder: Path, dtype: str) -> None:
     import numpy as np
     from safetensors.numpy import save_file
 
-    from jaxserve.models.registry import family, parse_model_config
+    from jaxserve.models.layout import LaidOutModel
+    from jaxserve.models.registry import abstract_params, parse_model_config
 
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(MODEL))
@@ -158,7 +158,7 @@ def write_model(folder: Path, dtype: str) -> None:
     kind = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32)
     config = parse_model_config(MODEL)
     tensors = {}
-    specs = jax.tree.leaves(family(config).abstract(config, kind))
+    specs = jax.tree.leaves(abstract_params(LaidOutModel(config), kind))
     for name, placement in ((part.name, part) for spec in specs for part in spec.parts):
         rows, columns = placement.shape[0], int(np.prod(placement.shape[1:]))
         if name.endswith((".weight",)) and len(placement.shape) > 2 and "o_proj" not in name:

@@ -257,7 +257,7 @@ def _agree_on_deployment(deployment: Deployment, mesh: Mesh, nodes: ProcessGroup
     tokens = nodes.agree(capacity.num_pages * capacity.page_size, min)
     if tokens < capacity.num_pages * capacity.page_size:
         config = msgspec.structs.replace(deployment.config, max_total_tokens=tokens)
-        deployment = deploy(config, deployment.model, deployment.device, stored=deployment.stored)
+        deployment = deploy(config, deployment.model.config, deployment.device, stored=deployment.stored)
     facts = {name: value for name, value in deployment.builder(mesh).facts().items() if name not in _PER_PROCESS_FACTS}
 
     def check(everywhere: list[dict[str, Any]]) -> None:
@@ -278,7 +278,7 @@ def _kv_groups(deployment: Deployment) -> tuple[KVGroup, ...]:
 
 
 def _expert_tokens(deployment: Deployment) -> ExpertTokens:
-    model, capacity = deployment.model, deployment.capacity
+    model, capacity = deployment.model.config, deployment.capacity
     most = max(*capacity.token_buckets, *capacity.decode_buckets)
     return ExpertTokens(model.mixture_layers, model.num_experts, most * capacity.num_ranks)
 

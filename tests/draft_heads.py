@@ -16,15 +16,15 @@ from safetensors.numpy import save_file
 
 from jaxserve.engine.core.loop import EngineLoop
 from jaxserve.layers.axes import TENSOR_AXES
-from jaxserve.layers.batch import Beside, TokenBatch
 from jaxserve.models.draft_heads import mtp
-from jaxserve.models.registry import family, parse_draft_head, parse_model_config
+from jaxserve.models.layout import LaidOutModel
+from jaxserve.models.registry import abstract_params, family, forward, parse_draft_head, parse_model_config
 from jaxserve.runtime.devices.mesh import partitions
 from jaxserve.runtime.sizing.deployment import Deployment
 from jaxserve.runtime.step.program import ProgramKey
 from jaxserve.step_plan import StepPlan
-from pallas_kernels.paged_attention import REFERENCE, PagedKV
-from tests.models.forward import PAGE_SIZE, cpu_mesh
+from pallas_kernels.paged_attention import REFERENCE
+from tests.models.forward import cpu_mesh, empty_pools, whole_prompt
 from tests.tiny_model import write_tiny_model
 from tests.weights.conftest import random_checkpoint
 
@@ -61,7 +61,7 @@ def write_checkpoint(folder: Path, config: dict[str, Any], *abstract: Any) -> Pa
 def write_target_and_head(folder: Path, model: dict[str, Any], method: str) -> dict[str, Any]:
     """Write a tiny model and a head that drafts for it, and return the settings that name them."""
     f32, target = np.dtype(np.float32), parse_model_config(model)
-    trees = [family(target).abstract(target, f32)]
+    trees = [abstract_params(LaidOutModel(target), f32)]
     settings = {"model": str(folder / "model"), "speculative_method": method}
     if method == "mtp":
         own = mtp.config_of(target)
@@ -69,7 +69,7 @@ def write_target_and_head(folder: Path, model: dict[str, Any], method: str) -> d
     else:
         raw = {name: value for name, value in model.items() if name != "model_type"} | HEADS[method]
         head = parse_draft_head(raw, "head", method, ())
-        write_checkpoint(folder / "head", raw, family(head).abstract(head, f32))
+        write_checkpoint(folder / "head", raw, abstract_params(LaidOutModel(head), f32))
         settings["speculative_model"] = str(folder / "head")
     (folder / "model").mkdir()
     write_tiny_model(folder / "model")
@@ -87,40 +87,19 @@ class NaiveDrafts:
         assert drafting is not None
         assert drafting.model is not None
         target, head, size = deployment.model, drafting.model, longest
-        pages = -(-size // PAGE_SIZE)
-
-        def pools(config: Any) -> tuple[PagedKV, ...]:
-            def pool(spec: Any) -> PagedKV:
-                shape = (spec.num_kv_heads, spec.num_layers * pages, PAGE_SIZE, spec.head_dim)
-                return PagedKV(jnp.zeros(shape), jnp.zeros(shape), spec.num_layers, None)
-
-            return tuple(map(pool, config.kv_specs()))
-
-        def batch(tokens: jax.Array, length: jax.Array, groups: int) -> TokenBatch:
-            return TokenBatch(
-                tokens=tokens,
-                positions=jnp.arange(size, dtype=jnp.int32),
-                fill_lens=jnp.broadcast_to(length, (size,)),
-                page_tables=(jnp.arange(pages, dtype=jnp.int32)[None],) * groups,
-                query_starts=jnp.stack([jnp.int32(0), length]),
-                kv_lens=length[None],
-                num_decodes=jnp.int32(0),
-                num_seqs=jnp.int32(1),
-            )
 
         def features_of(params: Any, tokens: jax.Array, length: jax.Array) -> jax.Array:
-            own, kv = batch(tokens, length, len(target.kv_specs())), pools(target)
+            kv = empty_pools(target, size)
+            own = whole_prompt(tokens, length, len(kv))
             x = family(target).embed(target, params[0], own)
-            hidden, _, *beside = family(target).forward(target, params[0], x, own, kv, REFERENCE)
-            tapped = (beside[0] if beside else Beside()).tapped
-            return family(head).features(head, params[1], hidden, tapped)
+            return family(head).features(head, params[1], forward(target, params[0], x, own, kv, REFERENCE))
 
         def next_of(
             params: Any, tokens: jax.Array, length: jax.Array, features: jax.Array
         ) -> tuple[jax.Array, jax.Array]:
-            own = batch(tokens, length, 1)
+            own, kv = whole_prompt(tokens, length), empty_pools(head, size)
             embedded = family(target).embed(target, params[0], own)
-            found, _ = family(head).forward(head, params[1], embedded, features, own, pools(head), REFERENCE)
+            found = family(head).forward(head, params[1], embedded, features, own, kv, REFERENCE).hidden
             of_target = functools.partial(family(target).head, target, params[0])
             logits = family(head).logits(head, params[1], found, of_target)
             logits = jnp.where(jnp.arange(logits.shape[1]) < target.vocab_size, logits, -jnp.inf)

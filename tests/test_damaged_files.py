@@ -20,7 +20,8 @@ from jaxserve.layers.rope import frequencies
 from jaxserve.model_source import read_config, resolve
 from jaxserve.model_source.gguf_metadata import GGUFMetadata
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.registry import family, parse_model_config
+from jaxserve.models.layout import LaidOutModel
+from jaxserve.models.registry import abstract_params, parse_model_config
 from jaxserve.text.chat_template import ChatTemplate
 from jaxserve.text.tokenizers.token_bytes import byte_alphabet
 from jaxserve.text.tokenizers.tokenizer import load_tokenizer
@@ -49,7 +50,7 @@ def load(model: Path) -> ModelConfig:
     tokenizer.min_num_tokens("Hello")
     ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens)
     check_tensors(source, config)
-    abstract = family(config).abstract(config, np.dtype(np.float32))
+    abstract = abstract_params(LaidOutModel(config), np.dtype(np.float32))
     reader = open_weights(source, abstract)
     for path, spec in flatten(abstract)[0]:
         out = np.empty(spec.shape, spec.dtype)

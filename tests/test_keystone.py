@@ -36,7 +36,8 @@ from jaxserve.config.schema import EngineConfig
 from jaxserve.engine.core.loop import EngineLoop
 from jaxserve.engine.grammar.grammars import Allowed, Grammars, RequestGrammar
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.registry import family, parse_model_config
+from jaxserve.models.layout import LaidOutModel
+from jaxserve.models.registry import abstract_params, parse_model_config
 from jaxserve.runtime.devices.device import DeviceFacts
 from jaxserve.runtime.devices.mesh import shardings
 from jaxserve.runtime.execution import executor
@@ -211,7 +212,7 @@ def _model(name: str) -> dict[str, Any]:
 
 @functools.cache
 def _params(config: ModelConfig) -> Any:
-    abstract = family(config).abstract(config, np.dtype(np.float32))
+    abstract = abstract_params(LaidOutModel(config), np.dtype(np.float32))
     return dummy_params(abstract, shardings(cpu_mesh(), abstract), EngineConfig().random_seed)
 
 
@@ -220,12 +221,14 @@ def _naive_logits(
 ) -> np.ndarray:
     """All logits of one sequence, computed in one go."""
     config = parse_model_config(model)
-    return prompt_logits(config, _params(config), tokens, size=LONGEST, kv_dtype=kv_dtype, kv_scales=kv_scales)
+    return prompt_logits(
+        LaidOutModel(config), _params(config), tokens, size=LONGEST, kv_dtype=kv_dtype, kv_scales=kv_scales
+    )
 
 
 def _write_weights(folder: Path, config: ModelConfig) -> None:
     """Write `_params` as a checkpoint, with scales so small that many keys and values are clipped."""
-    abstract = family(config).abstract(config, np.dtype(np.float32))
+    abstract = abstract_params(LaidOutModel(config), np.dtype(np.float32))
     tensors = random_checkpoint(abstract)
     for (_, spec), (_, values) in zip(flatten(abstract)[0], flatten(_params(config))[0], strict=True):
         for part in spec.parts:

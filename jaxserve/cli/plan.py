@@ -107,7 +107,7 @@ def _ranks(plan: CapacityReport) -> str:
     if replicas > 1:
         return f", {replicas} replicas x tensor parallel {tensor}"
     mesh = f", data parallel {data} x tensor parallel {tensor}" if data > 1 else ""
-    experts, parts = plan.deployment.model.num_experts, plan.deployment.divided.expert_parts
+    experts, parts = plan.deployment.model.config.num_experts, plan.deployment.divided.expert_parts
     return f"{mesh}, {experts // parts} of {experts} experts on a device" if parts > 1 else mesh
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Int32
@@ -45,15 +43,18 @@ class TokenBatch:
         return jnp.arange(self.num_tokens, dtype=jnp.int32) < self.query_starts[self.num_seqs]
 
 
-class Beside(NamedTuple):
-    """What some models return beside hidden states and cache.
+@flax.struct.dataclass
+class LayerOutput:
+    """What a layer returns, or several that follow each other: hidden states and the updated cache.
 
-    `expert_tokens` tells how many tokens each of this shard's experts computed; `tapped` is the input of each layer in
-    `ModelConfig.taps`.
+    `expert_tokens` tells how many tokens each of this shard's experts computed, for each mixture of several layers.
+    `features` are the inputs of the layers in `LaidOutModel.taps`.
     """
 
-    expert_tokens: Int32[Array, "mixtures experts"] | None = None
-    tapped: tuple[Float[Array, "tokens dim"], ...] = ()
+    hidden: Float[Array, "tokens dim"]
+    kv: KVPools
+    expert_tokens: Int32[Array, "*mixtures experts"] | None = None
+    features: tuple[Float[Array, "tokens dim"], ...] = ()
 
 
 @flax.struct.dataclass

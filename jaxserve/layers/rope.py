@@ -27,8 +27,7 @@ class RopeConfig:
     The first `rotated` dimensions of a head are rotated, all if None; `interleaved` tells whether a checkpoint has the
     two dimensions of a pair side by side. proportional has the frequencies and pairs of a whole head, and rotates the
     first `rotated` / 2 pairs. longrope has other frequencies for sequences of more than
-    `original_max_position` tokens. `context` is the context length of the deployment, by which dynamic chooses its
-    frequencies once for all sequences, so that these can share pages.
+    `original_max_position` tokens.
     """
 
     theta: float = 10000.0
@@ -49,7 +48,6 @@ class RopeConfig:
     factors: tuple[float, ...] = ()
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
-    context: int = 0
 
 
 def head_order(rope: RopeConfig, head_dim: int) -> tuple[int, ...] | None:
@@ -65,13 +63,15 @@ def head_order(rope: RopeConfig, head_dim: int) -> tuple[int, ...] | None:
     return tuple(np.concatenate([pairs, others], axis=1).reshape(-1).tolist())
 
 
-def frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, np.ndarray]:
+def frequencies(rope: RopeConfig, head_dim: int, context: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """Return each pair's inverse frequency, `[head_dim / 2]`, and the factor on its cos and sin, in float32.
 
     Pairs that aren't rotated have frequency 0 and factor 1. One factor without a dimension is that of all pairs.
+    `context` is the context length of the deployment, by which dynamic chooses its frequencies once for all sequences,
+    so that these can share pages.
     """
     dim = head_dim if rope.rotated is None else rope.rotated
-    inverse, scale = _frequencies(rope, head_dim if rope.kind == "proportional" else dim)
+    inverse, scale = _frequencies(rope, head_dim if rope.kind == "proportional" else dim, context)
     idle = (head_dim - dim) // 2
     if not idle:
         return inverse, np.asarray(scale, np.float32)
@@ -79,10 +79,10 @@ def frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, np.ndarray
     return np.concatenate([inverse[: dim // 2], np.zeros(idle, np.float32)]), scales.astype(np.float32)
 
 
-def _frequencies(rope: RopeConfig, dim: int) -> tuple[np.ndarray, float]:
+def _frequencies(rope: RopeConfig, dim: int, context: int) -> tuple[np.ndarray, float]:
     theta = np.float32(rope.theta)
-    if rope.kind == "dynamic" and rope.context > rope.max_position:
-        stretch = rope.factor * rope.context / rope.max_position - (rope.factor - 1)
+    if rope.kind == "dynamic" and context > rope.max_position:
+        stretch = rope.factor * context / rope.max_position - (rope.factor - 1)
         theta = np.float32(rope.theta * stretch ** (dim / (dim - 2)))
     base = theta ** (np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim))
     inverse = (1.0 / base).astype(np.float32)
@@ -144,9 +144,9 @@ def _longrope_scale(rope: RopeConfig) -> float:
     return 1.0 if rope.factor <= 1 else math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_max_position))
 
 
-def rotation(batch: TokenBatch, rope: RopeConfig, head_dim: int) -> Rotation:
-    """Return the rotation of the step's tokens; layers share it."""
-    inverse, scale = frequencies(rope, head_dim)
+def rotation(batch: TokenBatch, rope: RopeConfig, head_dim: int, context: int = 0) -> Rotation:
+    """Return the rotation of the step's tokens; layers share it. `context` is as for `frequencies`."""
+    inverse, scale = frequencies(rope, head_dim, context)
     inverses = jnp.asarray(inverse)
     if rope.kind == "longrope":
         long, _ = frequencies(dataclasses.replace(rope, short_factors=rope.long_factors), head_dim)

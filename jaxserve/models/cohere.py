@@ -12,14 +12,17 @@ from jaxtyping import Array, Float, Int
 
 from jaxserve.layers import embedding
 from jaxserve.layers.attention import AttentionParams, AttentionSettings, self_attention
-from jaxserve.layers.batch import KVLayer, KVPools, TokenBatch
+from jaxserve.layers.batch import KVLayer, KVPools, LayerOutput, TokenBatch
 from jaxserve.layers.mlp import MlpParams, mlp
 from jaxserve.layers.norm import layer_norm
-from jaxserve.layers.rope import RopeConfig, Rotation, rotation
+from jaxserve.layers.rope import Rotation
 from jaxserve.model_source.fields import LAYERS, NORM_EPSILON, POSITIVE, Fields
 from jaxserve.models import llama
-from jaxserve.models.config import ModelConfig, periodic_layer_types, read_sizes, read_windows, refuse
+from jaxserve.models.config import ModelConfig
+from jaxserve.models.decoder import ApplyLayer
+from jaxserve.models.layout import LaidOutModel
 from jaxserve.models.parameters import LayerNormParams, Params, ParamSpecs
+from jaxserve.models.read_fields import periodic_layer_types, read_sizes, read_windows, refuse
 from jaxserve.models.rope import read_rope
 from pallas_kernels.paged_attention import Backend
 
@@ -32,8 +35,6 @@ _WINDOW = 4096
 class Config(ModelConfig):
     """The config of the family."""
 
-    norm_eps: float
-    rope: RopeConfig
     attention_bias: bool
     logit_scale: float
 
@@ -77,41 +78,35 @@ def parse(fields: Fields) -> Config:
     )
 
 
-def abstract(config: Config, dtype: np.dtype) -> Params:
+def abstract(model: LaidOutModel[Config], dtype: np.dtype) -> Params:
     """Return the tree of parameters; each leaf is a `ParamSpec`."""
-    declare = ParamSpecs(config, dtype)
+    config = model.config
+    declare = ParamSpecs(model, dtype)
     biased = config.attention_bias
 
-    def layer(i: int) -> LayerParams:
-        name = f"model.layers.{i}"
+    def layer(name: str) -> LayerParams:
         return LayerParams(
             norm=declare.layer_norm(f"{name}.input_layernorm", bias=False),
             attention=declare.attention(f"{name}.self_attn", config.rope, qkv_bias=biased, output_bias=biased),
             mlp=declare.mlp(f"{name}.mlp"),
         )
 
-    layers = tuple(layer(i) for i in range(config.num_layers))
-    return Params(declare.embedding(), layers, declare.layer_norm("model.norm", bias=False), declare.head())
+    return declare.decoder(layer, declare.layer_norm("model.norm", bias=False))
 
 
-def forward(
-    config: Config,
-    params: Params,
-    x: Float[Array, "tokens dim"],
-    batch: TokenBatch,
-    kv: KVPools,
-    backend: Backend,
-) -> tuple[Float[Array, "tokens dim"], KVPools]:
-    """Apply the layers and the final norm to embeddings; return hidden states and the updated cache."""
-    rope = rotation(batch, config.rope, config.head_dim)
-    at = config.kv_layers()
-    for i, layer in enumerate(params.layers):
+def layers(
+    model: LaidOutModel[Config], params: Params, x: Float[Array, "tokens dim"], batch: TokenBatch, backend: Backend
+) -> ApplyLayer:
+    """Return the function that applies a layer."""
+    config = model.config
+    rope = model.rotation(batch)
+
+    def apply(i: int, x: Array, params: LayerParams, kv: KVPools, at: KVLayer) -> LayerOutput:
         window = config.windows[i]
         settings = AttentionSettings(config.norm_eps, backend, window)
-        with jax.named_scope(f"layer_{i}"):
-            x, kv = _layer(x, layer, batch, kv, at[i], None if window is None else rope, settings)
-    with jax.named_scope("final_norm"):
-        return layer_norm(x, params.norm.weight, None, config.norm_eps), kv
+        return _layer(x, params, batch, kv, at, None if window is None else rope, settings)
+
+    return apply
 
 
 @functools.partial(jax.jit, static_argnames="settings")
@@ -123,16 +118,18 @@ def _layer(
     at: KVLayer,
     rope: Rotation | None,
     settings: AttentionSettings,
-) -> tuple[Float[Array, "tokens dim"], KVPools]:
+) -> LayerOutput:
     """Apply one decoder layer. Jitted so that it is traced once for all layers; the compiler inlines it."""
     normed = layer_norm(x, params.norm.weight, None, settings.norm_eps)
     attended, kv = self_attention(normed, params.attention, batch, kv, at, rope, settings)
-    return x + attended + mlp(normed, params.mlp), kv
+    return LayerOutput(x + attended + mlp(normed, params.mlp), kv)
 
 
 def head(
-    config: Config, params: Params, hidden: Float[Array, "rows dim"], num_rows: Int[Array, ""] | None = None
+    model: LaidOutModel[Config],
+    params: Params,
+    hidden: Float[Array, "rows dim"],
+    num_rows: Int[Array, ""] | None = None,
 ) -> Float[Array, "rows vocab_shard"]:
     """Return the logits of hidden states, in float32: of the first `num_rows` only, if it is given."""
-    table = params.embedding if params.output is None else params.output
-    return embedding.logits(hidden, table, num_rows, change=lambda x: config.logit_scale * x)
+    return embedding.logits(hidden, params.head, num_rows, change=lambda x: model.config.logit_scale * x)

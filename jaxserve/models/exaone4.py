@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 
-import flax.struct
-import jax
 import numpy as np
 from jaxtyping import Array, Float
 
-from jaxserve.layers.attention import AttentionParams, AttentionSettings, self_attention
-from jaxserve.layers.batch import KVLayer, KVPools, TokenBatch
-from jaxserve.layers.mlp import MlpParams, mlp
-from jaxserve.layers.norm import rms_norm
-from jaxserve.layers.rope import RopeConfig, Rotation, rotation
+from jaxserve.layers.attention import AttentionSettings
+from jaxserve.layers.batch import KVLayer, KVPools, LayerOutput, TokenBatch
 from jaxserve.model_source.fields import LAYERS, NORM_EPSILON, Fields
 from jaxserve.models import llama
-from jaxserve.models.config import FULL, SLIDING, ModelConfig, periodic_layer_types, read_sizes, read_windows, refuse
+from jaxserve.models.config import ModelConfig
+from jaxserve.models.decoder import ApplyLayer
+from jaxserve.models.layout import LaidOutModel
+from jaxserve.models.olmo import LayerParams, decoder_layer
 from jaxserve.models.parameters import Params, ParamSpecs
+from jaxserve.models.read_fields import FULL, SLIDING, periodic_layer_types, read_sizes, read_windows, refuse
 from jaxserve.models.rope import read_rope
 from pallas_kernels.paged_attention import Backend
 
@@ -29,19 +27,7 @@ embed, head = llama.embed, llama.head
 class Config(ModelConfig):
     """The config of the family."""
 
-    norm_eps: float
-    rope: RopeConfig
     rotated: tuple[bool, ...]
-
-
-@flax.struct.dataclass
-class LayerParams:
-    """The weights of one decoder layer."""
-
-    attention: AttentionParams
-    attention_norm: Array
-    mlp: MlpParams
-    mlp_norm: Array
 
 
 def parse(fields: Fields) -> Config:
@@ -69,12 +55,12 @@ def _layer_types(fields: Fields, layers: int) -> list[str]:
     return periodic_layer_types(fields.integer("sliding_window_pattern", LAYERS, 4), layers)
 
 
-def abstract(config: Config, dtype: np.dtype) -> Params:
+def abstract(model: LaidOutModel[Config], dtype: np.dtype) -> Params:
     """Return the tree of parameters; each leaf is a `ParamSpec`."""
-    declare = ParamSpecs(config, dtype)
+    config = model.config
+    declare = ParamSpecs(model, dtype)
 
-    def layer(i: int) -> LayerParams:
-        name = f"model.layers.{i}"
+    def layer(name: str) -> LayerParams:
         attention = f"{name}.self_attn"
         return LayerParams(
             attention=declare.attention(
@@ -88,34 +74,18 @@ def abstract(config: Config, dtype: np.dtype) -> Params:
             mlp_norm=declare.vector(f"{name}.post_feedforward_layernorm.weight"),
         )
 
-    layers = tuple(layer(i) for i in range(config.num_layers))
-    return Params(declare.embedding(), layers, declare.vector("model.norm.weight"), declare.head())
+    return declare.decoder(layer)
 
 
-def forward(
-    config: Config, params: Params, x: Float[Array, "tokens dim"], batch: TokenBatch, kv: KVPools, backend: Backend
-) -> tuple[Float[Array, "tokens dim"], KVPools]:
-    """Apply the layers and the final norm to embeddings; return hidden states and the updated cache."""
-    rope = rotation(batch, config.rope, config.head_dim)
-    at = config.kv_layers()
-    for i, layer in enumerate(params.layers):
+def layers(
+    model: LaidOutModel[Config], params: Params, x: Float[Array, "tokens dim"], batch: TokenBatch, backend: Backend
+) -> ApplyLayer:
+    """Return the function that applies a layer."""
+    config = model.config
+    rope = model.rotation(batch)
+
+    def apply(i: int, x: Array, params: LayerParams, kv: KVPools, at: KVLayer) -> LayerOutput:
         settings = AttentionSettings(config.norm_eps, backend, config.windows[i])
-        with jax.named_scope(f"layer_{i}"):
-            x, kv = _layer(x, layer, batch, kv, at[i], rope if config.rotated[i] else None, settings)
-    with jax.named_scope("final_norm"):
-        return rms_norm(x, params.norm, config.norm_eps), kv
+        return decoder_layer(x, params, batch, kv, at, rope if config.rotated[i] else None, settings)
 
-
-@functools.partial(jax.jit, static_argnames="settings")
-def _layer(
-    x: Float[Array, "tokens dim"],
-    params: LayerParams,
-    batch: TokenBatch,
-    kv: KVPools,
-    at: KVLayer,
-    rope: Rotation | None,
-    settings: AttentionSettings,
-) -> tuple[Float[Array, "tokens dim"], KVPools]:
-    attended, kv = self_attention(x, params.attention, batch, kv, at, rope, settings)
-    x = x + rms_norm(attended, params.attention_norm, settings.norm_eps)
-    return x + rms_norm(mlp(x, params.mlp), params.mlp_norm, settings.norm_eps), kv
+    return apply

@@ -18,13 +18,16 @@ from jaxtyping import Array, Float, Int
 
 from jaxserve.layers import embedding
 from jaxserve.layers.attention import AttentionParams, AttentionSettings, self_attention
-from jaxserve.layers.batch import KVLayer, KVPools, TokenBatch
+from jaxserve.layers.batch import KVLayer, KVPools, LayerOutput, TokenBatch
 from jaxserve.layers.mlp import MlpParams, mlp
 from jaxserve.layers.norm import rms_norm
-from jaxserve.layers.rope import RopeConfig, Rotation, rotation
+from jaxserve.layers.rope import RopeConfig, Rotation
 from jaxserve.model_source.fields import CONTEXT, LAYERS, NORM_EPSILON, POSITIVE, ROPE_THETA, Fields
-from jaxserve.models.config import FULL, SLIDING, ModelConfig, periodic_layer_types, read_sizes, read_windows, refuse
+from jaxserve.models.config import ModelConfig
+from jaxserve.models.decoder import ApplyLayer
+from jaxserve.models.layout import LaidOutModel
 from jaxserve.models.parameters import Params, ParamSpecs
+from jaxserve.models.read_fields import FULL, SLIDING, periodic_layer_types, read_sizes, read_windows, refuse
 from jaxserve.models.rope import read_rope
 from pallas_kernels.paged_attention import Backend
 
@@ -36,8 +39,6 @@ _WINDOW = 4096
 class Config(ModelConfig):
     """The config of the family; `local_rope` is that of layers with a window."""
 
-    norm_eps: float
-    rope: RopeConfig
     local_rope: RopeConfig
     attention_bias: bool
     attention_scale: float
@@ -114,13 +115,13 @@ def read_cap(fields: Fields, name: str, default: float | None = None) -> float |
     return None if fields.raw.get(name, default) is None else fields.number(name, POSITIVE, default)
 
 
-def abstract(config: Config, dtype: np.dtype) -> Params:
+def abstract(model: LaidOutModel[Config], dtype: np.dtype) -> Params:
     """Return the tree of parameters; each leaf is a `ParamSpec`."""
-    declare = ParamSpecs(config, dtype)
+    config = model.config
+    declare = ParamSpecs(model, dtype)
     biased, head_dim = config.attention_bias, config.head_dim
 
-    def layer(i: int) -> LayerParams:
-        name = f"model.layers.{i}"
+    def layer(name: str) -> LayerParams:
         q_norm, k_norm = (
             declare.offset_norm(f"{name}.self_attn.{x}_norm.weight", head_dim) if config.qk_norm else None for x in "qk"
         )
@@ -135,34 +136,28 @@ def abstract(config: Config, dtype: np.dtype) -> Params:
             mlp_output_norm=declare.offset_norm(f"{name}.post_feedforward_layernorm.weight"),
         )
 
-    layers = tuple(layer(i) for i in range(config.num_layers))
-    return Params(declare.embedding(), layers, declare.offset_norm("model.norm.weight"), declare.head())
+    return declare.decoder(layer, declare.offset_norm("model.norm.weight"))
 
 
-def embed(config: Config, params: Params, batch: TokenBatch) -> Float[Array, "tokens dim"]:
+def embed(model: LaidOutModel[Config], params: Params, batch: TokenBatch) -> Float[Array, "tokens dim"]:
     """Return the embeddings of the batch's tokens, multiplied by the root of the width rounded to their dtype."""
     x = embedding.embed(batch.tokens, params.embedding)
-    return x * jnp.asarray(config.hidden_size**0.5, x.dtype)
+    return x * jnp.asarray(model.config.hidden_size**0.5, x.dtype)
 
 
-def forward(
-    config: Config,
-    params: Params,
-    x: Float[Array, "tokens dim"],
-    batch: TokenBatch,
-    kv: KVPools,
-    backend: Backend,
-) -> tuple[Float[Array, "tokens dim"], KVPools]:
-    """Apply the layers and the final norm to embeddings; return hidden states and the updated cache."""
-    full, local = (rotation(batch, rope, config.head_dim) for rope in (config.rope, config.local_rope))
-    at = config.kv_layers()
-    for i, layer in enumerate(params.layers):
+def layers(
+    model: LaidOutModel[Config], params: Params, x: Float[Array, "tokens dim"], batch: TokenBatch, backend: Backend
+) -> ApplyLayer:
+    """Return the function that applies a layer."""
+    config = model.config
+    full, local = (model.rotation(batch, rope) for rope in (config.rope, config.local_rope))
+
+    def apply(i: int, x: Array, params: LayerParams, kv: KVPools, at: KVLayer) -> LayerOutput:
         window = config.windows[i]
         settings = AttentionSettings(config.norm_eps, backend, window, config.attention_scale, config.score_cap)
-        with jax.named_scope(f"layer_{i}"):
-            x, kv = decoder_layer(x, layer, batch, kv, at[i], full if window is None else local, settings)
-    with jax.named_scope("final_norm"):
-        return rms_norm(x, params.norm, config.norm_eps), kv
+        return decoder_layer(x, params, batch, kv, at, full if window is None else local, settings)
+
+    return apply
 
 
 @functools.partial(jax.jit, static_argnames="settings")
@@ -174,11 +169,11 @@ def decoder_layer(
     at: KVLayer,
     rope: Rotation,
     settings: AttentionSettings,
-) -> tuple[Float[Array, "tokens dim"], KVPools]:
+) -> LayerOutput:
     """Apply one decoder layer. Jitted so that it is traced once for all layers; the compiler inlines it."""
     x, kv = attend(x, params, batch, kv, at, rope, settings)
     out = mlp(rms_norm(x, params.mlp_norm, settings.norm_eps), params.mlp, ACTIVATION)
-    return x + rms_norm(out, params.mlp_output_norm, settings.norm_eps), kv
+    return LayerOutput(x + rms_norm(out, params.mlp_output_norm, settings.norm_eps), kv)
 
 
 def attend(
@@ -197,10 +192,12 @@ def attend(
 
 
 def head(
-    config: Config, params: Params, hidden: Float[Array, "rows dim"], num_rows: Int[Array, ""] | None = None
+    model: LaidOutModel[Config],
+    params: Params,
+    hidden: Float[Array, "rows dim"],
+    num_rows: Int[Array, ""] | None = None,
 ) -> Float[Array, "rows vocab_shard"]:
     """Return the logits of hidden states, in float32: of the first `num_rows` only, if it is given."""
-    table = params.embedding if params.output is None else params.output
-    cap = config.logit_cap
+    cap = model.config.logit_cap
     change = None if cap is None else lambda x: cap * jnp.tanh(x / cap)
-    return embedding.logits(hidden, table, num_rows, change=change)
+    return embedding.logits(hidden, params.head, num_rows, change=change)

@@ -12,14 +12,17 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jaxserve.layers.attention import AttentionParams, AttentionSettings, self_attention
-from jaxserve.layers.batch import KVLayer, KVPools, TokenBatch
+from jaxserve.layers.batch import KVLayer, KVPools, LayerOutput, TokenBatch
 from jaxserve.layers.mlp import MlpParams, mlp
 from jaxserve.layers.norm import rms_norm
-from jaxserve.layers.rope import RopeConfig, Rotation, rotation
+from jaxserve.layers.rope import Rotation
 from jaxserve.model_source.fields import NORM_EPSILON, Fields
 from jaxserve.models import llama
-from jaxserve.models.config import ModelConfig, read_sizes, refuse
+from jaxserve.models.config import ModelConfig
+from jaxserve.models.decoder import ApplyLayer
+from jaxserve.models.layout import LaidOutModel
 from jaxserve.models.parameters import Params, ParamSpecs
+from jaxserve.models.read_fields import read_sizes, refuse
 from jaxserve.models.rope import read_rope
 from pallas_kernels.paged_attention import Backend
 
@@ -30,8 +33,6 @@ embed, head = llama.embed, llama.head
 class Config(ModelConfig):
     """The config of the family."""
 
-    norm_eps: float
-    rope: RopeConfig
     qkv_bias: bool
     post_norms: bool
 
@@ -62,13 +63,12 @@ def parse(fields: Fields) -> Config:
     )
 
 
-def abstract(config: Config, dtype: np.dtype) -> Params:
+def abstract(model: LaidOutModel[Config], dtype: np.dtype) -> Params:
     """Return the tree of parameters; each leaf is a `ParamSpec`."""
-    declare = ParamSpecs(config, dtype)
+    config = model.config
+    declare = ParamSpecs(model, dtype)
 
-    def layer(i: int) -> LayerParams:
-        name = f"model.layers.{i}"
-
+    def layer(name: str) -> LayerParams:
         def output_norm(kind: str) -> Any:
             return declare.vector(f"{name}.{kind}.weight") if config.post_norms else None
 
@@ -81,30 +81,17 @@ def abstract(config: Config, dtype: np.dtype) -> Params:
             mlp_output_norm=output_norm("post_mlp_layernorm"),
         )
 
-    layers = tuple(layer(i) for i in range(config.num_layers))
-    return Params(declare.embedding(), layers, declare.vector("model.norm.weight"), declare.head())
+    return declare.decoder(layer)
 
 
-def forward(
-    config: Config,
-    params: Params,
-    x: Float[Array, "tokens dim"],
-    batch: TokenBatch,
-    kv: KVPools,
-    backend: Backend,
-) -> tuple[Float[Array, "tokens dim"], KVPools]:
-    """Apply the layers and the final norm to embeddings; return hidden states and the updated cache.
-
-    The loop over layers is unrolled, so that each layer's pages are updated in place.
-    """
-    rope = rotation(batch, config.rope, config.head_dim)
+def layers(
+    model: LaidOutModel[Config], params: Params, x: Float[Array, "tokens dim"], batch: TokenBatch, backend: Backend
+) -> ApplyLayer:
+    """Return the function that applies a layer."""
+    config = model.config
+    rope = model.rotation(batch)
     settings = AttentionSettings(config.norm_eps, backend)
-    at = config.kv_layers()
-    for i, layer in enumerate(params.layers):
-        with jax.named_scope(f"layer_{i}"):
-            x, kv = _layer(x, layer, batch, kv, at[i], rope, settings)
-    with jax.named_scope("final_norm"):
-        return rms_norm(x, params.norm, config.norm_eps), kv
+    return lambda i, x, params, kv, at: _layer(x, params, batch, kv, at, rope, settings)
 
 
 @functools.partial(jax.jit, static_argnames="settings")
@@ -116,13 +103,13 @@ def _layer(
     at: KVLayer,
     rope: Rotation,
     settings: AttentionSettings,
-) -> tuple[Float[Array, "tokens dim"], KVPools]:
+) -> LayerOutput:
     """Apply one decoder layer. Jitted so that it is traced once for all layers; the compiler inlines it."""
     normed = rms_norm(x, params.attention_norm, settings.norm_eps)
     attended, kv = self_attention(normed, params.attention, batch, kv, at, rope, settings)
     x = x + _normed(attended, params.attention_output_norm, settings.norm_eps)
     out = mlp(rms_norm(x, params.mlp_norm, settings.norm_eps), params.mlp)
-    return x + _normed(out, params.mlp_output_norm, settings.norm_eps), kv
+    return LayerOutput(x + _normed(out, params.mlp_output_norm, settings.norm_eps), kv)
 
 
 def _normed(x: Float[Array, "tokens dim"], weight: Array | None, eps: float) -> Float[Array, "tokens dim"]:

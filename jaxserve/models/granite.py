@@ -16,27 +16,26 @@ from jaxtyping import Array, Float, Int
 from jaxserve.errors import ConfigError
 from jaxserve.layers import embedding
 from jaxserve.layers.attention import AttentionSettings, self_attention
-from jaxserve.layers.batch import KVLayer, KVPools, TokenBatch
+from jaxserve.layers.batch import KVLayer, KVPools, LayerOutput, TokenBatch
 from jaxserve.layers.mlp import mlp
 from jaxserve.layers.norm import rms_norm
-from jaxserve.layers.rope import RopeConfig, Rotation, rotation
+from jaxserve.layers.rope import Rotation
 from jaxserve.model_source.fields import NON_NEGATIVE, NORM_EPSILON, POSITIVE, WIDTH, Fields
-from jaxserve.models.config import FULL, ModelConfig, read_sizes, refuse
+from jaxserve.models import llama
+from jaxserve.models.decoder import ApplyLayer
+from jaxserve.models.layout import LaidOutModel
 from jaxserve.models.llama import LayerParams
-from jaxserve.models.parameters import Params, ParamSpecs
+from jaxserve.models.parameters import Params
+from jaxserve.models.read_fields import FULL, read_sizes, refuse
 from jaxserve.models.rope import read_rope
 from pallas_kernels.paged_attention import Backend
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(ModelConfig):
+class Config(llama.Config):
     """The config of the family; `shared_mlp` tells whether the MLP has the names of Granite 4's."""
 
-    norm_eps: float
-    rope: RopeConfig
     rotates: bool
-    attention_bias: bool
-    mlp_bias: bool
     shared_mlp: bool
     embedding_multiplier: float
     attention_multiplier: float
@@ -52,13 +51,15 @@ def parse(fields: Fields) -> Config:
     if hybrid:
         _refuse_hybrid(fields)
         sizes["intermediate_size"] = fields.integer("shared_intermediate_size", WIDTH, 1024)
+    biased = fields.boolean("attention_bias", False)
     return Config(
         **sizes,
         windows=(None,) * sizes["num_layers"],
         norm_eps=fields.number("rms_norm_eps", NORM_EPSILON, 1e-6),
         rope=read_rope(fields, sizes["max_position_embeddings"], sizes["head_dim"]),
         rotates=not hybrid or fields.text("position_embedding_type", "nope") == "rope",
-        attention_bias=fields.boolean("attention_bias", False),
+        qkv_bias=biased,
+        output_bias=biased,
         mlp_bias=not hybrid and fields.boolean("mlp_bias", False),
         shared_mlp=hybrid,
         embedding_multiplier=fields.number("embedding_multiplier", POSITIVE, 1.0),
@@ -87,54 +88,25 @@ def _refuse_hybrid(fields: Fields) -> None:
     fields.read.update(name for name in fields.raw if name.startswith("mamba_"))
 
 
-def abstract(config: Config, dtype: np.dtype) -> Params:
+def abstract(model: LaidOutModel[Config], dtype: np.dtype) -> Params:
     """Return the tree of parameters; each leaf is a `ParamSpec`."""
-    declare = ParamSpecs(config, dtype)
-
-    def layer(i: int) -> LayerParams:
-        name = f"model.layers.{i}"
-        return LayerParams(
-            attention_norm=declare.vector(f"{name}.input_layernorm.weight"),
-            attention=declare.attention(
-                f"{name}.self_attn",
-                config.rope,
-                qkv_bias=config.attention_bias,
-                output_bias=config.attention_bias,
-            ),
-            mlp_norm=declare.vector(f"{name}.post_attention_layernorm.weight"),
-            mlp=(
-                declare.mlp(f"{name}.shared_mlp", fused="input_linear", down="output_linear")
-                if config.shared_mlp
-                else declare.mlp(f"{name}.mlp", bias=config.mlp_bias)
-            ),
-        )
-
-    layers = tuple(layer(i) for i in range(config.num_layers))
-    return Params(declare.embedding(), layers, declare.vector("model.norm.weight"), declare.head())
+    shared = {"block": "shared_mlp", "fused": "input_linear", "down": "output_linear"}
+    return llama.abstract(model, dtype, **shared if model.config.shared_mlp else {})
 
 
-def embed(config: Config, params: Params, batch: TokenBatch) -> Float[Array, "tokens dim"]:
+def embed(model: LaidOutModel[Config], params: Params, batch: TokenBatch) -> Float[Array, "tokens dim"]:
     """Return the multiplied embeddings of the batch's tokens."""
-    return _times(embedding.embed(batch.tokens, params.embedding), config.embedding_multiplier)
+    return _times(embedding.embed(batch.tokens, params.embedding), model.config.embedding_multiplier)
 
 
-def forward(
-    config: Config,
-    params: Params,
-    x: Float[Array, "tokens dim"],
-    batch: TokenBatch,
-    kv: KVPools,
-    backend: Backend,
-) -> tuple[Float[Array, "tokens dim"], KVPools]:
-    """Apply the layers and the final norm to embeddings; return hidden states and the updated cache."""
-    rope = rotation(batch, config.rope, config.head_dim) if config.rotates else None
+def layers(
+    model: LaidOutModel[Config], params: Params, x: Float[Array, "tokens dim"], batch: TokenBatch, backend: Backend
+) -> ApplyLayer:
+    """Return the function that applies a layer."""
+    config = model.config
+    rope = model.rotation(batch) if config.rotates else None
     settings = AttentionSettings(config.norm_eps, backend, scale=config.attention_multiplier)
-    at = config.kv_layers()
-    for i, layer in enumerate(params.layers):
-        with jax.named_scope(f"layer_{i}"):
-            x, kv = _layer(x, layer, batch, kv, at[i], rope, settings, config.residual_multiplier)
-    with jax.named_scope("final_norm"):
-        return rms_norm(x, params.norm, config.norm_eps), kv
+    return lambda i, x, params, kv, at: _layer(x, params, batch, kv, at, rope, settings, config.residual_multiplier)
 
 
 @functools.partial(jax.jit, static_argnames=("settings", "multiplier"))
@@ -147,12 +119,13 @@ def _layer(
     rope: Rotation | None,
     settings: AttentionSettings,
     multiplier: float,
-) -> tuple[Float[Array, "tokens dim"], KVPools]:
+) -> LayerOutput:
     """Apply one decoder layer."""
     normed = rms_norm(x, params.attention_norm, settings.norm_eps)
     attended, kv = self_attention(normed, params.attention, batch, kv, at, rope, settings)
     x = x + _times(attended, multiplier)
-    return x + _times(mlp(rms_norm(x, params.mlp_norm, settings.norm_eps), params.mlp), multiplier), kv
+    out = mlp(rms_norm(x, params.mlp_norm, settings.norm_eps), params.mlp)
+    return LayerOutput(x + _times(out, multiplier), kv)
 
 
 def _times(x: Array, factor: float) -> Array:
@@ -161,8 +134,10 @@ def _times(x: Array, factor: float) -> Array:
 
 
 def head(
-    config: Config, params: Params, hidden: Float[Array, "rows dim"], num_rows: Int[Array, ""] | None = None
+    model: LaidOutModel[Config],
+    params: Params,
+    hidden: Float[Array, "rows dim"],
+    num_rows: Int[Array, ""] | None = None,
 ) -> Float[Array, "rows vocab_shard"]:
     """Return the logits of hidden states, in float32: of the first `num_rows` only, if it is given."""
-    table = params.embedding if params.output is None else params.output
-    return embedding.logits(hidden, table, num_rows, change=lambda x: x / config.logits_scaling)
+    return embedding.logits(hidden, params.head, num_rows, change=lambda x: x / model.config.logits_scaling)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import flax.struct
 import jax
@@ -13,13 +14,16 @@ from jaxtyping import Array, Float, Int
 from jaxserve.errors import ConfigError
 from jaxserve.layers import embedding
 from jaxserve.layers.attention import AttentionParams, AttentionSettings, self_attention
-from jaxserve.layers.batch import Beside, KVLayer, KVPools, TokenBatch
+from jaxserve.layers.batch import KVLayer, KVPools, LayerOutput, TokenBatch
 from jaxserve.layers.mlp import MlpParams, mlp
 from jaxserve.layers.norm import rms_norm
-from jaxserve.layers.rope import RopeConfig, Rotation, rotation
+from jaxserve.layers.rope import Rotation
 from jaxserve.model_source.fields import LAYERS, NORM_EPSILON, Fields, Range
-from jaxserve.models.config import FULL, SLIDING, ModelConfig, read_one_window, read_sizes, read_windows, refuse
+from jaxserve.models.config import ModelConfig
+from jaxserve.models.decoder import ApplyLayer
+from jaxserve.models.layout import LaidOutModel
 from jaxserve.models.parameters import Params, ParamSpecs
+from jaxserve.models.read_fields import FULL, SLIDING, read_one_window, read_sizes, read_windows, refuse
 from jaxserve.models.rope import read_rope
 from pallas_kernels.paged_attention import Backend
 
@@ -28,12 +32,10 @@ from pallas_kernels.paged_attention import Backend
 class Config(ModelConfig):
     """The config of the family."""
 
-    norm_eps: float
-    rope: RopeConfig
-    qkv_bias: bool
-    output_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
 
 
 @flax.struct.dataclass
@@ -74,12 +76,18 @@ def _windows(fields: Fields, kind: str, layers: int) -> tuple[int | None, ...]:
     return read_windows(fields, layers, [SLIDING if asked and i >= full else FULL for i in range(layers)])
 
 
-def abstract(config: Config, dtype: np.dtype) -> Params:
-    """Return the tree of parameters; each leaf is a `ParamSpec`."""
-    declare = ParamSpecs(config, dtype)
+def abstract(
+    model: LaidOutModel[Config], dtype: np.dtype, *, qkv: str | None = None, block: str = "mlp", **mlp: Any
+) -> Params:
+    """Return the tree of parameters; each leaf is a `ParamSpec`.
 
-    def layer(i: int) -> LayerParams:
-        name = f"model.layers.{i}"
+    `qkv` is the name of one projection for queries, keys and values. `block` is the name of the feed-forward block, and
+    `mlp` has those of its projections, as `ParamSpecs.mlp` takes them.
+    """
+    config = model.config
+    declare = ParamSpecs(model, dtype)
+
+    def layer(name: str) -> LayerParams:
         norms = [declare.vector(f"{name}.self_attn.{x}_norm.weight", config.head_dim) for x in "qk" if config.qk_norm]
         return LayerParams(
             attention_norm=declare.vector(f"{name}.input_layernorm.weight"),
@@ -88,43 +96,30 @@ def abstract(config: Config, dtype: np.dtype) -> Params:
                 config.rope,
                 qkv_bias=config.qkv_bias,
                 output_bias=config.output_bias,
+                fused=qkv,
                 **dict(zip(("q_norm", "k_norm"), norms)),
             ),
             mlp_norm=declare.vector(f"{name}.post_attention_layernorm.weight"),
-            mlp=declare.mlp(f"{name}.mlp", bias=config.mlp_bias),
+            mlp=declare.mlp(f"{name}.{block}", bias=config.mlp_bias, **mlp),
         )
 
-    layers = tuple(layer(i) for i in range(config.num_layers))
-    return Params(declare.embedding(), layers, declare.vector("model.norm.weight"), declare.head())
+    return declare.decoder(layer)
 
 
-def embed(config: Config, params: Params, batch: TokenBatch) -> Float[Array, "tokens dim"]:
+def embed(model: LaidOutModel[Config], params: Params, batch: TokenBatch) -> Float[Array, "tokens dim"]:
     """Return the embeddings of the batch's tokens; separate from `forward`, so that rows can be overridden."""
     return embedding.embed(batch.tokens, params.embedding)
 
 
-def forward(
-    config: Config,
-    params: Params,
-    x: Float[Array, "tokens dim"],
-    batch: TokenBatch,
-    kv: KVPools,
-    backend: Backend,
-) -> tuple[Float[Array, "tokens dim"], KVPools, Beside]:
-    """Apply the layers and the final norm to embeddings; return hidden states and the updated cache.
-
-    The loop over layers is unrolled, so that each layer's pages are updated in place.
-    """
-    rope = rotation(batch, config.rope, config.head_dim)
-    at = config.kv_layers()
-    tapped: list[Array] = []
-    for i, layer in enumerate(params.layers):
-        tapped += [x] if i in config.taps else []
-        settings = AttentionSettings(config.norm_eps, backend, config.windows[i])
-        with jax.named_scope(f"layer_{i}"):
-            x, kv = decoder_layer(x, layer, batch, kv, at[i], rope, settings)
-    with jax.named_scope("final_norm"):
-        return rms_norm(x, params.norm, config.norm_eps), kv, Beside(tapped=tuple(tapped))
+def layers(
+    model: LaidOutModel[Config], params: Params, x: Float[Array, "tokens dim"], batch: TokenBatch, backend: Backend
+) -> ApplyLayer:
+    """Return the function that applies a layer."""
+    config = model.config
+    rope = model.rotation(batch)
+    return lambda i, x, params, kv, at: decoder_layer(
+        x, params, batch, kv, at, rope, AttentionSettings(config.norm_eps, backend, config.windows[i])
+    )
 
 
 @functools.partial(jax.jit, static_argnames="settings")
@@ -136,17 +131,20 @@ def decoder_layer(
     at: KVLayer,
     rope: Rotation | None,
     settings: AttentionSettings,
-) -> tuple[Float[Array, "tokens dim"], KVPools]:
+    query_scale: Float[Array, " tokens"] | None = None,
+) -> LayerOutput:
     """Apply one decoder layer. Jitted so that it is traced once for all layers; the compiler inlines it."""
     normed = rms_norm(x, params.attention_norm, settings.norm_eps)
-    attended, kv = self_attention(normed, params.attention, batch, kv, at, rope, settings)
+    attended, kv = self_attention(normed, params.attention, batch, kv, at, rope, settings, query_scale)
     x = x + attended
-    return x + mlp(rms_norm(x, params.mlp_norm, settings.norm_eps), params.mlp), kv
+    return LayerOutput(x + mlp(rms_norm(x, params.mlp_norm, settings.norm_eps), params.mlp), kv)
 
 
 def head(
-    config: Config, params: Params, hidden: Float[Array, "rows dim"], num_rows: Int[Array, ""] | None = None
+    model: LaidOutModel[Config],
+    params: Params,
+    hidden: Float[Array, "rows dim"],
+    num_rows: Int[Array, ""] | None = None,
 ) -> Float[Array, "rows vocab_shard"]:
     """Return the logits of hidden states, in float32: of the first `num_rows` only, if it is given."""
-    table = params.embedding if params.output is None else params.output
-    return embedding.logits(hidden, table, num_rows)
+    return embedding.logits(hidden, params.head, num_rows)

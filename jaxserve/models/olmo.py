@@ -16,14 +16,17 @@ from jaxtyping import Array, Float
 
 from jaxserve.errors import ConfigError
 from jaxserve.layers.attention import AttentionParams, AttentionSettings, self_attention
-from jaxserve.layers.batch import KVLayer, KVPools, TokenBatch
+from jaxserve.layers.batch import KVLayer, KVPools, LayerOutput, TokenBatch
 from jaxserve.layers.mlp import MlpParams, mlp
 from jaxserve.layers.norm import rms_norm
-from jaxserve.layers.rope import RopeConfig, Rotation, rotation
+from jaxserve.layers.rope import RopeConfig, Rotation
 from jaxserve.model_source.fields import NORM_EPSILON, Fields
 from jaxserve.models import llama
-from jaxserve.models.config import FULL, SLIDING, ModelConfig, periodic_layer_types, read_sizes, read_windows, refuse
+from jaxserve.models.config import ModelConfig
+from jaxserve.models.decoder import ApplyLayer
+from jaxserve.models.layout import LaidOutModel
 from jaxserve.models.parameters import Params, ParamSpecs
+from jaxserve.models.read_fields import FULL, SLIDING, periodic_layer_types, read_sizes, read_windows, refuse
 from jaxserve.models.rope import read_rope
 from pallas_kernels.paged_attention import Backend
 
@@ -36,8 +39,6 @@ _OLMO3_THETA = 500_000.0
 class Config(ModelConfig):
     """The config of the family; `sliding_rope` rotates the layers that have a window."""
 
-    norm_eps: float
-    rope: RopeConfig
     sliding_rope: RopeConfig
     bias: bool
 
@@ -82,12 +83,12 @@ def parse(fields: Fields) -> Config:
     )
 
 
-def abstract(config: Config, dtype: np.dtype) -> Params:
+def abstract(model: LaidOutModel[Config], dtype: np.dtype) -> Params:
     """Return the tree of parameters; each leaf is a `ParamSpec`."""
-    declare = ParamSpecs(config, dtype)
+    config = model.config
+    declare = ParamSpecs(model, dtype)
 
-    def layer(i: int) -> LayerParams:
-        name = f"model.layers.{i}"
+    def layer(name: str) -> LayerParams:
         return LayerParams(
             attention=declare.attention(
                 f"{name}.self_attn",
@@ -102,41 +103,35 @@ def abstract(config: Config, dtype: np.dtype) -> Params:
             mlp_norm=declare.wide_norm(f"{name}.post_feedforward_layernorm.weight"),
         )
 
-    layers = tuple(layer(i) for i in range(config.num_layers))
-    return Params(declare.embedding(), layers, declare.wide_norm("model.norm.weight"), declare.head())
+    return declare.decoder(layer, declare.wide_norm("model.norm.weight"))
 
 
-def forward(
-    config: Config,
-    params: Params,
-    x: Float[Array, "tokens dim"],
-    batch: TokenBatch,
-    kv: KVPools,
-    backend: Backend,
-) -> tuple[Float[Array, "tokens dim"], KVPools]:
-    """Apply the layers and the final norm to embeddings; return hidden states and the updated cache."""
-    full = rotation(batch, config.rope, config.head_dim)
-    sliding = rotation(batch, config.sliding_rope, config.head_dim)
-    at = config.kv_layers()
-    for i, (layer, window) in enumerate(zip(params.layers, config.windows)):
+def layers(
+    model: LaidOutModel[Config], params: Params, x: Float[Array, "tokens dim"], batch: TokenBatch, backend: Backend
+) -> ApplyLayer:
+    """Return the function that applies a layer."""
+    config = model.config
+    full, sliding = (model.rotation(batch, rope) for rope in (config.rope, config.sliding_rope))
+
+    def apply(i: int, x: Array, params: LayerParams, kv: KVPools, at: KVLayer) -> LayerOutput:
+        window = config.windows[i]
         settings = AttentionSettings(config.norm_eps, backend, window)
-        with jax.named_scope(f"layer_{i}"):
-            x, kv = _layer(x, layer, batch, kv, at[i], full if window is None else sliding, settings)
-    with jax.named_scope("final_norm"):
-        return rms_norm(x, params.norm, config.norm_eps), kv
+        return decoder_layer(x, params, batch, kv, at, full if window is None else sliding, settings)
+
+    return apply
 
 
 @functools.partial(jax.jit, static_argnames="settings")
-def _layer(
+def decoder_layer(
     x: Float[Array, "tokens dim"],
     params: LayerParams,
     batch: TokenBatch,
     kv: KVPools,
     at: KVLayer,
-    rope: Rotation,
+    rope: Rotation | None,
     settings: AttentionSettings,
-) -> tuple[Float[Array, "tokens dim"], KVPools]:
-    """Apply one decoder layer."""
+) -> LayerOutput:
+    """Apply one decoder layer. Jitted so that it is traced once for all layers; the compiler inlines it."""
     attended, kv = self_attention(x, params.attention, batch, kv, at, rope, settings)
     x = x + rms_norm(attended, params.attention_norm, settings.norm_eps)
-    return x + rms_norm(mlp(x, params.mlp), params.mlp_norm, settings.norm_eps), kv
+    return LayerOutput(x + rms_norm(mlp(x, params.mlp), params.mlp_norm, settings.norm_eps), kv)

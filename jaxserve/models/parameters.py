@@ -6,6 +6,7 @@ A family builds its tree from these; the names are those of Hugging Face's check
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import flax.struct
@@ -17,7 +18,7 @@ from jaxserve.layers.attention import AttentionParams
 from jaxserve.layers.mixture import ExpertParams, RouterParams
 from jaxserve.layers.mlp import MlpParams
 from jaxserve.layers.rope import RopeConfig, head_order
-from jaxserve.models.config import ModelConfig
+from jaxserve.models.layout import AnyModel
 from jaxserve.params import EXPERT_AXES, Initializer, Order, ParamSpec, TensorPart, View
 
 _NORM_DTYPE = np.dtype(jnp.float32)
@@ -33,6 +34,11 @@ class Params:
     norm: Any
     output: Array | None
 
+    @property
+    def head(self) -> Array:
+        """The weights of the head."""
+        return self.embedding if self.output is None else self.output
+
 
 @flax.struct.dataclass
 class LayerNormParams:
@@ -45,8 +51,9 @@ class LayerNormParams:
 class ParamSpecs:
     """Makes the specs of a model's parameters, in `dtype` and laid out for the shards of a deployment."""
 
-    def __init__(self, config: ModelConfig, dtype: np.dtype) -> None:
-        self._config = config
+    def __init__(self, model: AnyModel, dtype: np.dtype) -> None:
+        self._model = model
+        self._config = model.config
         self._dtype = dtype
 
     def embedding(
@@ -54,13 +61,19 @@ class ParamSpecs:
     ) -> Any:
         """Return the embedding `[vocabulary, dim]`, or a table of another `size`; with `inputs=1`, an untied head."""
         rows, dim = size or (self._config.vocab_size, self._config.hidden_size)
-        padding = -rows % self._config.shards
+        padding = -rows % self._model.shards
         parts = (TensorPart(name, (rows, dim), (0, 0)),)
         return self._spec((rows + padding, "vocab"), (dim, None), padding=padding, inputs=inputs, parts=parts)
 
     def head(self) -> Any:
         """Return the head `[vocabulary, dim]`, None if it is tied to the embedding."""
         return None if self._config.tie_word_embeddings else self.embedding("lm_head.weight", inputs=1)
+
+    def decoder(self, layer: Callable[[str], Any], norm: Any = None) -> Params:
+        """Return all weights of a model. `layer` gives those of a layer, whose tensors' names begin with its argument;
+        `norm` are those of the last norm, by default a vector."""
+        layers = tuple(layer(f"model.layers.{i}") for i in range(self._config.num_layers))
+        return Params(self.embedding(), layers, norm or self.vector("model.norm.weight"), self.head())
 
     def matrix(self, name: str, out_dim: int, in_dim: int) -> Any:
         """Return the weight `[out_dim, in_dim]` of a linear layer that every shard has whole."""
@@ -112,7 +125,7 @@ class ParamSpecs:
         """
         config = self._config
         stored, head = heads or (config.num_kv_heads, config.head_dim)
-        dim, replicas, shared = config.hidden_size, config.replicas_of(stored), len(projections) - 1
+        dim, replicas, shared = config.hidden_size, self._model.replicas_of(stored), len(projections) - 1
         inputs = inputs or dim
         kv_heads = stored * replicas
         stored_group, group = config.num_heads // stored, config.num_heads // kv_heads
@@ -174,7 +187,8 @@ class ParamSpecs:
     def norm_of_heads(self, name: str, *, queries: bool, rope: RopeConfig) -> Any:
         """Return the weight of a norm over all query heads, or all KV heads, of a token, in float32."""
         config = self._config
-        stored, replicas = config.num_kv_heads, config.kv_replicas
+        stored = config.num_kv_heads
+        replicas = self._model.replicas_of(stored)
         members = config.num_heads // stored if queries else 1
         spec = self._spec(
             (stored * replicas, "kv_heads"),
@@ -283,7 +297,7 @@ class ParamSpecs:
 
     def _experts(self, ups: tuple[TensorPart, ...], downs: tuple[TensorPart, ...]) -> Any:
         dim, width = self._config.hidden_size, self._config.expert_size
-        experts = self._config.num_experts, EXPERT_AXES[self._config.experts_over_ranks]
+        experts = self._config.num_experts, EXPERT_AXES[self._model.experts_over_ranks]
         return ExpertParams(
             up=self._spec(experts, (2, None), (width, "expert_mlp"), (dim, None), inputs=1, parts=ups),
             down=self._spec(experts, (dim, None), (width, "expert_mlp"), inputs=1, parts=downs),

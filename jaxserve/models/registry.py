@@ -1,7 +1,7 @@
 """Maps each supported architecture to the model family that implements it.
 
-A family's module has `parse(fields) -> config`, `abstract(config, dtype)`, `embed(config, params, batch)`,
-`forward(config, params, x, batch, kv, backend)` and `head(config, params, hidden)`; docs/adding-a-model.md shows one.
+A family's module has `parse(fields) -> config`, `abstract(model, dtype)`, `embed(model, params, batch)`,
+`layers(model, params, x, batch, backend)` and `head(model, params, hidden)`; docs/adding-a-model.md shows one.
 """
 
 from __future__ import annotations
@@ -11,7 +11,11 @@ from collections.abc import Collection, Mapping
 from types import ModuleType
 from typing import Any
 
+import numpy as np
+from jaxtyping import Array, Float
+
 from jaxserve.errors import ConfigError
+from jaxserve.layers.batch import KVPools, LayerOutput, TokenBatch
 from jaxserve.model_source.fields import Fields, abbreviate
 from jaxserve.models import (
     cohere,
@@ -29,10 +33,13 @@ from jaxserve.models import (
     smollm3,
     starcoder2,
 )
-from jaxserve.models.config import ModelConfig, refuse_unread
+from jaxserve.models.config import ModelConfig
+from jaxserve.models.decoder import apply_layers, final_norm
 from jaxserve.models.draft_heads import eagle, mtp
-from jaxserve.models.mixtures import common
+from jaxserve.models.layout import AnyModel
+from jaxserve.models.read_fields import refuse_unread
 from jaxserve.quant import read_quantization
+from pallas_kernels.paged_attention import Backend
 
 _FAMILIES: dict[str, ModuleType] = {
     "Cohere2ForCausalLM": cohere,
@@ -135,9 +142,23 @@ def _why_not(architecture: str, raw: Mapping[str, Any]) -> str:
     return "supported: " + ", ".join(sorted([*_FAMILIES, *_TEXT_MODELS]))
 
 
-def family(config: ModelConfig) -> ModuleType:
-    """Return the module of a config's family, or of its head if it drafts for a model."""
-    return _FAMILIES.get(config.architecture) or _DRAFT_HEADS[config.architecture]
+def family(model: AnyModel) -> ModuleType:
+    """Return the module of a model's family, or of its head if it drafts for a model."""
+    architecture = model.config.architecture
+    return _FAMILIES.get(architecture) or _DRAFT_HEADS[architecture]
+
+
+def abstract_params(model: AnyModel, dtype: np.dtype) -> Any:
+    """Return the tree of a model's parameters; each leaf is a `ParamSpec`."""
+    return family(model).abstract(model, dtype)
+
+
+def forward(
+    model: AnyModel, params: Any, x: Float[Array, "tokens dim"], batch: TokenBatch, kv: KVPools, backend: Backend
+) -> LayerOutput:
+    """Apply the layers of a model and its last norm to embeddings."""
+    out = apply_layers(model, family(model).layers(model, params, x, batch, backend), params.layers, x, kv)
+    return dataclasses.replace(out, hidden=final_norm(out.hidden, params.norm, model.config.norm_eps))
 
 
 def parse_draft_head(raw: Mapping[str, Any], where: str, method: str, tensors: Collection[str]) -> ModelConfig:
@@ -153,8 +174,3 @@ def parse_draft_head(raw: Mapping[str, Any], where: str, method: str, tensors: C
 def is_draft_head(config: ModelConfig) -> bool:
     """Return whether a config is that of a head that drafts."""
     return config.architecture in _DRAFT_HEADS
-
-
-def taps_layers(config: ModelConfig) -> bool:
-    """Return whether a family returns the inputs of `ModelConfig.taps`."""
-    return family(config).forward in (llama.forward, common.forward)

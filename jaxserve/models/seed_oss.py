@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from jaxserve.model_source.fields import NORM_EPSILON, Fields
 from jaxserve.models import llama
-from jaxserve.models.config import read_sizes, refuse
+from jaxserve.models.read_fields import read_sizes, refuse
 from jaxserve.models.rope import read_rope
 
-abstract, embed, forward, head = llama.abstract, llama.embed, llama.forward, llama.head
+abstract, embed, layers, head = llama.abstract, llama.embed, llama.layers, llama.head
 
 
 def parse(fields: Fields) -> llama.Config:
@@ -21,6 +21,5 @@ def parse(fields: Fields) -> llama.Config:
         qkv_bias=fields.boolean("attention_bias", True),
         output_bias=fields.boolean("attention_out_bias", False),
         mlp_bias=fields.boolean("mlp_bias", False),
-        qk_norm=False,
         windows=(None,) * sizes["num_layers"],
     )

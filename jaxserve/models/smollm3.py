@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax
 from jaxtyping import Array, Float
 
 from jaxserve.layers.attention import AttentionSettings
-from jaxserve.layers.batch import KVPools, TokenBatch
-from jaxserve.layers.norm import rms_norm
-from jaxserve.layers.rope import rotation
+from jaxserve.layers.batch import KVLayer, KVPools, LayerOutput, TokenBatch
 from jaxserve.model_source.fields import LAYERS, NORM_EPSILON, Fields
 from jaxserve.models import llama
-from jaxserve.models.config import FULL, SLIDING, read_sizes, read_windows, refuse
+from jaxserve.models.decoder import ApplyLayer
+from jaxserve.models.layout import LaidOutModel
 from jaxserve.models.parameters import Params
+from jaxserve.models.read_fields import FULL, SLIDING, read_sizes, read_windows, refuse
 from jaxserve.models.rope import read_rope
 from pallas_kernels.paged_attention import Backend
 
@@ -48,7 +47,6 @@ def parse(fields: Fields) -> Config:
         qkv_bias=bias,
         output_bias=bias,
         mlp_bias=fields.boolean("mlp_bias", False),
-        qk_norm=False,
         windows=read_windows(
             fields, sizes["num_layers"], [SLIDING if windowed and not turns else FULL for turns in rotates]
         ),
@@ -65,21 +63,15 @@ def _rotates(fields: Fields, num_layers: int) -> tuple[bool, ...]:
     return tuple(bool(each) for each in listed[:num_layers])
 
 
-def forward(
-    config: Config,
-    params: Params,
-    x: Float[Array, "tokens dim"],
-    batch: TokenBatch,
-    kv: KVPools,
-    backend: Backend,
-) -> tuple[Float[Array, "tokens dim"], KVPools]:
-    """Apply the layers and the final norm to embeddings; return hidden states and the updated cache."""
-    rope = rotation(batch, config.rope, config.head_dim)
-    at = config.kv_layers()
-    for i, (layer, rotates) in enumerate(zip(params.layers, config.rotates)):
+def layers(
+    model: LaidOutModel[Config], params: Params, x: Float[Array, "tokens dim"], batch: TokenBatch, backend: Backend
+) -> ApplyLayer:
+    """Return the function that applies a layer."""
+    config = model.config
+    rope = model.rotation(batch)
+
+    def apply(i: int, x: Array, params: llama.LayerParams, kv: KVPools, at: KVLayer) -> LayerOutput:
         settings = AttentionSettings(config.norm_eps, backend, config.windows[i])
-        with jax.named_scope(f"layer_{i}"):
-            turns = rope if rotates else None
-            x, kv = llama.decoder_layer(x, layer, batch, kv, at[i], turns, settings)
-    with jax.named_scope("final_norm"):
-        return rms_norm(x, params.norm, config.norm_eps), kv
+        return llama.decoder_layer(x, params, batch, kv, at, rope if config.rotates[i] else None, settings)
+
+    return apply

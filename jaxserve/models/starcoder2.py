@@ -11,14 +11,17 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jaxserve.layers.attention import AttentionParams, AttentionSettings, self_attention
-from jaxserve.layers.batch import KVLayer, KVPools, TokenBatch
+from jaxserve.layers.batch import KVLayer, KVPools, LayerOutput, TokenBatch
 from jaxserve.layers.mlp import MlpParams, mlp
 from jaxserve.layers.norm import layer_norm
-from jaxserve.layers.rope import RopeConfig, Rotation, rotation
+from jaxserve.layers.rope import Rotation
 from jaxserve.model_source.fields import NORM_EPSILON, Fields
 from jaxserve.models import llama
-from jaxserve.models.config import ModelConfig, read_one_window, read_sizes, refuse
+from jaxserve.models.config import ModelConfig
+from jaxserve.models.decoder import ApplyLayer
+from jaxserve.models.layout import LaidOutModel
 from jaxserve.models.parameters import LayerNormParams, Params, ParamSpecs
+from jaxserve.models.read_fields import read_one_window, read_sizes, refuse
 from jaxserve.models.rope import read_rope
 from pallas_kernels.paged_attention import Backend
 
@@ -31,8 +34,6 @@ _ACTIVATION = "gelu_pytorch_tanh"
 class Config(ModelConfig):
     """The config of the family."""
 
-    norm_eps: float
-    rope: RopeConfig
     bias: bool
 
 
@@ -69,12 +70,12 @@ def parse(fields: Fields) -> Config:
     )
 
 
-def abstract(config: Config, dtype: np.dtype) -> Params:
+def abstract(model: LaidOutModel[Config], dtype: np.dtype) -> Params:
     """Return the tree of parameters; each leaf is a `ParamSpec`."""
-    declare = ParamSpecs(config, dtype)
+    config = model.config
+    declare = ParamSpecs(model, dtype)
 
-    def layer(i: int) -> LayerParams:
-        name = f"model.layers.{i}"
+    def layer(name: str) -> LayerParams:
         return LayerParams(
             attention_norm=declare.layer_norm(f"{name}.input_layernorm", bias=True),
             attention=declare.attention(
@@ -84,30 +85,18 @@ def abstract(config: Config, dtype: np.dtype) -> Params:
             mlp=declare.mlp(f"{name}.mlp", "c_fc", down="c_proj", bias=config.bias),
         )
 
-    layers = tuple(layer(i) for i in range(config.num_layers))
-    return Params(declare.embedding(), layers, declare.layer_norm("model.norm", bias=True), declare.head())
+    return declare.decoder(layer, declare.layer_norm("model.norm", bias=True))
 
 
-def forward(
-    config: Config,
-    params: Params,
-    x: Float[Array, "tokens dim"],
-    batch: TokenBatch,
-    kv: KVPools,
-    backend: Backend,
-) -> tuple[Float[Array, "tokens dim"], KVPools]:
-    """Apply the layers and the final norm to embeddings; return hidden states and the updated cache.
-
-    The loop over layers is unrolled, so that each layer's pages are updated in place.
-    """
-    rope = rotation(batch, config.rope, config.head_dim)
-    at = config.kv_layers()
-    for i, layer in enumerate(params.layers):
-        settings = AttentionSettings(config.norm_eps, backend, config.windows[i])
-        with jax.named_scope(f"layer_{i}"):
-            x, kv = _layer(x, layer, batch, kv, at[i], rope, settings)
-    with jax.named_scope("final_norm"):
-        return layer_norm(x, params.norm.weight, params.norm.bias, config.norm_eps), kv
+def layers(
+    model: LaidOutModel[Config], params: Params, x: Float[Array, "tokens dim"], batch: TokenBatch, backend: Backend
+) -> ApplyLayer:
+    """Return the function that applies a layer."""
+    config = model.config
+    rope = model.rotation(batch)
+    return lambda i, x, params, kv, at: _layer(
+        x, params, batch, kv, at, rope, AttentionSettings(config.norm_eps, backend, config.windows[i])
+    )
 
 
 @functools.partial(jax.jit, static_argnames="settings")
@@ -119,10 +108,10 @@ def _layer(
     at: KVLayer,
     rope: Rotation,
     settings: AttentionSettings,
-) -> tuple[Float[Array, "tokens dim"], KVPools]:
+) -> LayerOutput:
     """Apply one decoder layer. Jitted so that it is traced once for all layers; the compiler inlines it."""
     normed = layer_norm(x, params.attention_norm.weight, params.attention_norm.bias, settings.norm_eps)
     attended, kv = self_attention(normed, params.attention, batch, kv, at, rope, settings)
     x = x + attended
     normed = layer_norm(x, params.mlp_norm.weight, params.mlp_norm.bias, settings.norm_eps)
-    return x + mlp(normed, params.mlp, _ACTIVATION), kv
+    return LayerOutput(x + mlp(normed, params.mlp, _ACTIVATION), kv)

@@ -19,7 +19,8 @@ from jaxserve.config.schema import EngineConfig
 from jaxserve.errors import ConfigError
 from jaxserve.model_source import ModelSource, read_config
 from jaxserve.models.dtypes import dtype_of
-from jaxserve.models.registry import family, parse_model_config
+from jaxserve.models.layout import LaidOutModel
+from jaxserve.models.registry import abstract_params, parse_model_config
 from jaxserve.params import Path
 from jaxserve.quant import CONVERTED, OnTheFly, WeightForm, convert_forms, hold_weights, method_of
 from jaxserve.weights import has_kv_scales, open_weights, stored_types
@@ -43,7 +44,7 @@ def convert(source: ModelSource, config: EngineConfig, folder: FilePath, progres
     jax.config.update("jax_platforms", "cpu")
     raw = read_config(source)
     model = parse_model_config(raw, str(source.config_file))
-    dense = family(model).abstract(model, dtype_of(config.dtype))
+    dense = abstract_params(LaidOutModel(model), dtype_of(config.dtype))
     quantization = model.quantization
     raw = {name: value for name, value in raw.items() if name not in ("quantization_config", "compression_config")}
     forms: dict[Path, WeightForm] = {}

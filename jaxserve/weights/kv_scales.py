@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxserve.errors import ConfigError
-from jaxserve.models.config import ModelConfig
+from jaxserve.models.layout import AnyModel
 from jaxserve.weights.scales import check_input_scales
 from jaxserve.weights.source import TensorSource
 
@@ -52,7 +52,7 @@ class KVScales:
     num_kv_layers: int
 
 
-def read_kv_scales(source: TensorSource, model: ModelConfig) -> KVScales | None:
+def read_kv_scales(source: TensorSource, model: AnyModel) -> KVScales | None:
     """Read the scales for the layers of `model`, whose KV heads may be repeated for its shards; None if there are none.
 
     A layer has one scale for all heads or one for each. Raises `ConfigError` naming a scale that is missing beside its
@@ -88,7 +88,7 @@ def _of_layer(source: TensorSource, names: Mapping[tuple[int, str], str], layer:
     return [both, both] if not present and both is not None else present
 
 
-def _per_head(source: TensorSource, name: str, model: ModelConfig, layer: int) -> np.ndarray[Any, Any]:
+def _per_head(source: TensorSource, name: str, model: AnyModel, layer: int) -> np.ndarray[Any, Any]:
     """Return a scale as one number or as one for each KV head on the mesh."""
     info = source.infos[name]
     if info.unreadable:

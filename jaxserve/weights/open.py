@@ -10,7 +10,8 @@ import numpy as np
 from jaxserve.errors import ConfigError
 from jaxserve.model_source import ModelSource
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.registry import family
+from jaxserve.models.layout import AnyModel, LaidOutModel
+from jaxserve.models.registry import abstract_params
 from jaxserve.quant import CONVERTED, CheckpointQuantization, Stored, convert_forms, held_weights, hold_weights
 from jaxserve.weights.arrays import WeightReader, flatten
 from jaxserve.weights.dummy import dummy_reader
@@ -88,8 +89,7 @@ def check_tensors(source: ModelSource, model: ModelConfig, load_format: LoadForm
     when it is opened instead. `part` is as in `open_weights`.
     """
     if load_format != "dummy" and source.kind != "orbax":
-        module = family(model)
-        leaves, _ = flatten(module.abstract(model, np.dtype(np.float32)))
+        leaves, _ = flatten(abstract_params(LaidOutModel(model), np.dtype(np.float32)))
         opened = open_source(source, load_format, model.quantization)
         _check_config(opened, model.quantization)
         check_names(opened, [spec for _, spec in leaves], _ignored(opened, part))
@@ -121,7 +121,7 @@ def open_source(
     return QuantizedFolder(folder, quantization)
 
 
-def checkpoint_kv_scales(source: ModelSource, model: ModelConfig) -> KVScales | None:
+def checkpoint_kv_scales(source: ModelSource, model: AnyModel) -> KVScales | None:
     """Return the scales of a Hugging Face folder; None if it has none, or for other formats, which can't have any."""
     return read_kv_scales(open_source(source), model) if source.kind == "folder" else None
 

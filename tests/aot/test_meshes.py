@@ -85,4 +85,4 @@ def test_its_programs(
     assert len(moved) == (0 if key == GREEDY else 1)
     assert sum(moved) <= rows * shape.padded_vocab_size // tensor
     others = [one.elements for one in exchanged if not one.opcode.startswith("all-to-all")]
-    assert max(others) <= tokens * shape.hidden_size
+    assert max(others) <= tokens * shape.config.hidden_size

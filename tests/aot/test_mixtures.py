@@ -112,7 +112,8 @@ def test_programs(
     report(Row(target, described, str(key), read.seconds, read.temp_bytes, read.alias_bytes, read.own_kernels))
     assert read.temp_bytes <= made.sizes.footprint.activations
     assert any("grouped_matmul" in kernel for kernel in read.kernels), read.kernels
-    down = made.model.num_experts * made.model.expert_size * made.model.hidden_size // made.num_devices
+    model = made.model.config
+    down = model.num_experts * model.expert_size * model.hidden_size // made.num_devices
     weights = {down * matrices // parts for matrices in (1, 2) for parts in (1, 2)}  # In four bits, two are a byte
     moved = [one for one in instructions(text) if one.opcode.startswith(("copy", "transpose"))]
     assert not [one for one in moved if one.elements in weights]

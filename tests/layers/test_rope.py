@@ -114,10 +114,10 @@ def test_longrope_chooses_by_the_length_of_the_sequence() -> None:
 
 
 def test_dynamic_stretches_by_the_context_of_the_deployment() -> None:
-    dynamic = RopeConfig(kind="dynamic", factor=2.0, max_position=64, context=64)
-    np.testing.assert_allclose(frequencies(dynamic, DIM)[0], _inverse(), rtol=1e-6)
+    dynamic = RopeConfig(kind="dynamic", factor=2.0, max_position=64)
+    np.testing.assert_allclose(frequencies(dynamic, DIM, 64)[0], _inverse(), rtol=1e-6)
     stretched = _inverse(10000.0 * (2 * 128 / 64 - 1) ** (DIM / (DIM - 2)))
-    np.testing.assert_allclose(frequencies(dataclasses.replace(dynamic, context=128), DIM)[0], stretched, rtol=1e-5)
+    np.testing.assert_allclose(frequencies(dynamic, DIM, 128)[0], stretched, rtol=1e-5)
 
 
 def test_proportional_rotates_the_first_pairs_of_a_whole_head() -> None:

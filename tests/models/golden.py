@@ -15,7 +15,8 @@ import numpy as np
 
 from jaxserve.model_source import ModelSource, read_config, resolve
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.registry import family, parse_model_config
+from jaxserve.models.layout import LaidOutModel
+from jaxserve.models.registry import abstract_params, parse_model_config
 from jaxserve.runtime.devices.mesh import make_mesh, shardings
 from jaxserve.weights.arrays import build_params
 from jaxserve.weights.open import open_weights
@@ -57,14 +58,15 @@ def golden_logits(
     devices of a rank are in `expert` groups.
     """
     folder = folder_of(name)
-    config = dataclasses.replace(golden_config(name), shards=shards, experts_over_ranks=ranks > 1)
+    model = LaidOutModel(golden_config(name), shards=shards, experts_over_ranks=ranks > 1)
     mesh = make_mesh(jax.devices("cpu"), data=ranks, tensor=shards, expert=expert)
-    abstract = family(config).abstract(config, np.dtype(np.float32))
-    reader = open_weights(source_of(name), abstract, quantization=config.quantization)
+    abstract = abstract_params(model, np.dtype(np.float32))
+    reader = open_weights(source_of(name), abstract, quantization=model.config.quantization)
     params = build_params(abstract, shardings(mesh, abstract), reader)
     golden = np.load(folder / "golden.npz")
     for i in range(3):
         ids = golden[f"ids_{i}"].tolist()
         # A dynamic rotation goes by the deployment's context; in Hugging Face, by the prompt's length if it exceeds 32.
-        logits = prompt_logits(config.with_context(max(32, len(ids))), params, ids, size=64, mesh=mesh, backend=backend)
+        stretched = dataclasses.replace(model, context=max(32, len(ids)))
+        logits = prompt_logits(stretched, params, ids, size=64, mesh=mesh, backend=backend)
         yield logits, golden[f"logits_{i}"]

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.models.registry import family
+from jaxserve.models.layout import LaidOutModel
+from jaxserve.models.registry import abstract_params
 from jaxserve.quant import Shards, WeightChoice, choose_weights, hold_weights, method_of
 from jaxserve.runtime.devices.mesh import make_mesh, shardings
 from jaxserve.weights import build_params, open_weights, stored_types
@@ -32,9 +33,10 @@ def held_logits(
     are in `expert` groups, which have experts of their own.
     """
     folder = folder_of(name)
-    config = dataclasses.replace(golden_config(name), shards=shards)
+    config = golden_config(name)
+    model = LaidOutModel(config, shards=shards)
     mesh, source = make_mesh(jax.devices("cpu"), tensor=shards, expert=expert), source_of(name)
-    abstract = family(config).abstract(config, np.dtype(dtype))
+    abstract = abstract_params(model, np.dtype(dtype))
     stored, bf16 = stored_types(source, config), np.dtype(jnp.bfloat16)
     method = method_of(config.quantization, stored)
     made, on_gpu = (
@@ -56,4 +58,4 @@ def held_logits(
     params = build_params(tree, shardings(mesh, tree), open_weights(source, tree, dense=abstract, **options))
     with np.load(folder / "golden.npz") as golden:
         ids, expected = golden["ids_2"].tolist(), golden["logits_2"]
-    return made, prompt_logits(config, params, ids, size=64, mesh=mesh, abstract=tree), expected
+    return made, prompt_logits(model, params, ids, size=64, mesh=mesh, abstract=tree), expected

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxserve.models.registry import family, parse_model_config
+from jaxserve.models.layout import LaidOutModel
+from jaxserve.models.registry import abstract_params, parse_model_config
 from jaxserve.runtime.devices.mesh import shardings
 from jaxserve.weights.dummy import dummy_params
 from pallas_kernels.paged_attention import Backend
@@ -29,12 +30,12 @@ MODELS: dict[str, dict[str, Any]] = {
 @pytest.mark.interpreted
 @pytest.mark.parametrize("name", grid(MODELS, "all biases".__eq__))
 def test_a_gpus_kernels_give_the_same_logits(name: str) -> None:
-    config = parse_model_config(MODELS[name])
-    specs = family(config).abstract(config, np.dtype(np.float32))
+    model = LaidOutModel(parse_model_config(MODELS[name]))
+    specs = abstract_params(model, np.dtype(np.float32))
     params = dummy_params(specs, shardings(cpu_mesh(), specs), seed=0)
-    tokens = np.random.default_rng(0).integers(0, config.vocab_size, 21).tolist()
+    tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, 21).tolist()
     expected, found = (
-        prompt_logits(config, params, tokens, size=32, backend=Backend(backend)) for backend in ("reference", "triton")
+        prompt_logits(model, params, tokens, size=32, backend=Backend(backend)) for backend in ("reference", "triton")
     )
     np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-3)
 

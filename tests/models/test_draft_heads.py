@@ -13,14 +13,15 @@ from jax.sharding import PartitionSpec
 from jaxserve.errors import ConfigError
 from jaxserve.layers import embedding
 from jaxserve.layers.axes import TENSOR_AXES
-from jaxserve.layers.batch import TokenBatch
+from jaxserve.layers.batch import LayerOutput
 from jaxserve.models.draft_heads import mtp
-from jaxserve.models.registry import family, parse_draft_head, parse_model_config
+from jaxserve.models.layout import LaidOutModel
+from jaxserve.models.registry import abstract_params, family, parse_draft_head, parse_model_config
 from jaxserve.runtime.devices.mesh import partitions
 from jaxserve.weights import build_params
 from jaxserve.weights.load import checkpoint_reader
-from pallas_kernels.paged_attention import REFERENCE, PagedKV
-from tests.models.forward import PAGE_SIZE, cpu_mesh
+from pallas_kernels.paged_attention import REFERENCE
+from tests.models.forward import cpu_mesh, empty_pools, whole_prompt
 from tests.tiny_model import CONFIG
 from tests.weights.conftest import MemorySource, on_one_device
 
@@ -149,29 +150,19 @@ def drafted(
     config: Any, tensors: Tensors, tokens: np.ndarray[Any, Any], table: Any, hidden: Any, taps: Any, head: Any
 ) -> tuple[Any, Any]:
     """Return what the head returns for a whole sequence: the features that it feeds back, and its logits."""
-    abstract = family(config).abstract(config, np.dtype(np.float32))
+    laid_out = LaidOutModel(config)
+    abstract = abstract_params(laid_out, np.dtype(np.float32))
     stored = {name: x if x.dtype == np.int64 else x.astype(np.float32) for name, x in tensors.items()}
     params = build_params(abstract, on_one_device(abstract), checkpoint_reader(abstract, MemorySource(stored)))
-    size, [spec] = len(tokens), config.kv_specs()
-    shape = spec.num_kv_heads, spec.num_layers * -(-size // PAGE_SIZE), PAGE_SIZE, spec.head_dim
-    kv = (PagedKV(jnp.zeros(shape), jnp.zeros(shape), spec.num_layers, None),)
-    batch = TokenBatch(
-        tokens=jnp.array(tokens, jnp.int32),
-        positions=jnp.arange(size, dtype=jnp.int32),
-        fill_lens=jnp.full((size,), size, jnp.int32),
-        page_tables=(jnp.arange(shape[1], dtype=jnp.int32)[None],),
-        query_starts=jnp.array([0, size], jnp.int32),
-        kv_lens=jnp.array([size], jnp.int32),
-        num_decodes=jnp.int32(0),
-        num_seqs=jnp.int32(1),
-    )
+    kv = empty_pools(laid_out, len(tokens))
+    batch = whole_prompt(jnp.array(tokens, jnp.int32), jnp.int32(len(tokens)))
 
     def run(params: Any, table: Any, hidden: Any, taps: Any, head: Any) -> tuple[Any, Any]:
-        module = family(config)
-        features = module.features(config, params, hidden, taps)
+        module = family(laid_out)
+        features = module.features(laid_out, params, LayerOutput(hidden, kv, features=taps))
         embedded = embedding.embed(batch.tokens, table)
-        found, _ = module.forward(config, params, embedded, features, batch, kv, REFERENCE)
-        return found, module.logits(config, params, found, lambda x, _: embedding.logits(x, head))
+        found = module.forward(laid_out, params, embedded, features, batch, kv, REFERENCE).hidden
+        return found, module.logits(laid_out, params, found, lambda x, _: embedding.logits(x, head))
 
     whole, split = PartitionSpec(), PartitionSpec(None, TENSOR_AXES)
     mapped = jax.shard_map(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -14,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 from jaxserve.config.schema import EngineConfig
 from jaxserve.errors import ConfigError
 from jaxserve.model_source import resolve
+from jaxserve.models.layout import LaidOutModel
 from jaxserve.models.registry import parse_model_config
 from jaxserve.params import KVSpec
 from jaxserve.runtime.devices.device import DeviceFacts, facts_of_target
@@ -28,10 +28,10 @@ from tests.models.hub_configs import HUB
 
 def test_reusing_layers_take_the_last_layer_of_their_type_that_has_keys_and_values() -> None:
     config = parse_model_config(HUB["gemma-4-E2B-it"][0])
-    assert config.kv_specs() == (KVSpec(3, 1, 512), KVSpec(12, 1, 256, 512))
+    assert LaidOutModel(config).kv_specs() == (KVSpec(3, 1, 512), KVSpec(12, 1, 256, 512))
     sources = [config.kv_source(i) for i in range(35)]
     assert sources == [*range(15), *[13, 13, 13, 13, 14] * 4]
-    places = [(int(at.index), at.group, at.reuses) for at in config.kv_layers()]
+    places = [(int(at.index), at.group, at.reuses) for at in LaidOutModel(config).kv_layers()]
     assert places[:6] == [(0, 1, False), (1, 1, False), (2, 1, False), (3, 1, False), (0, 0, False), (4, 1, False)]
     assert places[15:20] == [(11, 1, True)] * 4 + [(2, 0, True)]
 
@@ -47,8 +47,8 @@ def test_heads_can_be_those_of_the_hub_or_by_layer() -> None:
     assert config == parse_model_config({**raw, "text_config": by_layer})
     plain = {**by_layer, "per_layer_config": {}}
     same = parse_model_config({**raw, "text_config": plain})
-    assert (same.kv_shape(0), same.kv_shape(5)) == ((16, 256), (16, 256))
-    assert config.kv_specs() == (KVSpec(10, 4, 512), KVSpec(50, 16, 256, 1024))
+    assert (same.kv_heads_of(0), same.kv_heads_of(5)) == ((16, 256), (16, 256))
+    assert LaidOutModel(config).kv_specs() == (KVSpec(10, 4, 512), KVSpec(50, 16, 256, 1024))
 
 
 def test_each_type_of_layer_repeats_its_own_kv_heads_for_shards() -> None:
@@ -56,7 +56,7 @@ def test_each_type_of_layer_repeats_its_own_kv_heads_for_shards() -> None:
     config = parse_model_config(raw)
     for shards, heads in ((1, (2, 1)), (2, (2, 2)), (4, (4, 4))):
         assert config.splits_into(shards)
-        on_mesh = dataclasses.replace(config, shards=shards)
+        on_mesh = LaidOutModel(config, shards=shards)
         assert (on_mesh.kv_shape(0), on_mesh.kv_shape(2)) == ((heads[0], 16), (heads[1], 32))
     assert not parse_model_config({**raw, "num_attention_heads": 12, "num_global_key_value_heads": 3}).splits_into(2)
 

@@ -15,20 +15,21 @@ from jaxserve.models import registry
 from jaxserve.models.draft_heads import eagle, mtp
 
 HEADS = {module.head for module in registry._FAMILIES.values()}
-CONFIG: Any = SimpleNamespace(logit_cap=30.0, logit_scale=0.5, logits_scaling=2.0)
-PARAMS: Any = SimpleNamespace(embedding=jnp.zeros((16, 8)), output=jnp.zeros((16, 8)), norm=None, d2t=None)
+MODEL: Any = SimpleNamespace(config=SimpleNamespace(logit_cap=30.0, logit_scale=0.5, logits_scaling=2.0))
+TABLE = jnp.zeros((16, 8))
+PARAMS: Any = SimpleNamespace(head=TABLE, output=TABLE, norm=None, d2t=None)
 
 
 def _of_model(features: Any, num_rows: Any) -> Any:
-    return embedding.logits(features, PARAMS.embedding, num_rows)
+    return embedding.logits(features, TABLE, num_rows)
 
 
 @pytest.mark.parametrize(
     "head",
     [
         *sorted(HEADS, key=lambda head: head.__module__),
-        lambda config, params, x, num_rows: eagle.logits(config, params, x, _of_model, num_rows),
-        lambda config, params, x, num_rows: mtp.logits(config, params, x, _of_model, num_rows),
+        lambda model, params, x, num_rows: eagle.logits(model, params, x, _of_model, num_rows),
+        lambda model, params, x, num_rows: mtp.logits(model, params, x, _of_model, num_rows),
     ],
 )
 def test_a_head_passes_the_number_of_rows_on(head: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,6 +40,6 @@ def test_a_head_passes_the_number_of_rows_on(head: Any, monkeypatch: pytest.Monk
         return jnp.zeros((len(x), len(table)), out_dtype)
 
     monkeypatch.setattr(embedding, "linear", linear)
-    jax.eval_shape(functools.partial(head, CONFIG, PARAMS), jnp.zeros((4, 8)), jnp.int32(1))
+    jax.eval_shape(functools.partial(head, MODEL, PARAMS), jnp.zeros((4, 8)), jnp.int32(1))
     assert len(asked) == 1
     assert asked[0] is not None

@@ -7,7 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from jaxserve.models.registry import family, parse_model_config
+from jaxserve.models.layout import LaidOutModel
+from jaxserve.models.registry import abstract_params, parse_model_config
 from jaxserve.weights.arrays import flatten
 from tests.models.hub_configs import HUB
 from tests.models.hub_mixtures import MIXTURES
@@ -19,5 +20,5 @@ ALL = HUB | MIXTURES
 def test_a_model_of_the_hub_has_its_number_of_parameters(name: str) -> None:
     raw, billions = ALL[name]
     config = parse_model_config(raw)
-    leaves, _ = flatten(family(config).abstract(config, np.dtype(np.float32)))
+    leaves, _ = flatten(abstract_params(LaidOutModel(config), np.dtype(np.float32)))
     assert sum(math.prod(spec.stored_shape) for _, spec in leaves) / 1e9 == pytest.approx(billions, rel=0.005)

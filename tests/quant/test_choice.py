@@ -13,7 +13,8 @@ import pytest
 
 from jaxserve.errors import ConfigError
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.registry import family, parse_model_config
+from jaxserve.models.layout import LaidOutModel
+from jaxserve.models.registry import abstract_params, parse_model_config
 from jaxserve.params import Path
 from jaxserve.quant import (
     EMBEDDING,
@@ -57,14 +58,14 @@ def types(config: ModelConfig, default: str = "Q4_0", **others: str) -> Stored:
     """Return how each tensor of a checkpoint is stored; `others` gives types by a part of the name."""
     kinds = {
         name: next((kind for part, kind in others.items() if part in name), "F32" if "norm" in name else default)
-        for name in tensor_parts(family(config).abstract(config, BF16))
+        for name in tensor_parts(abstract_params(LaidOutModel(config), BF16))
     }
     return {name: GGUF_TYPES.get(kind, StoredWeight(kind)) for name, kind in kinds.items()}
 
 
 def chosen(config: ModelConfig, stored: Stored | None = None, asked: str = "auto", **place: Any) -> WeightChoice:
     where = {"target": CPU, "dtype": BF16} | place
-    abstract = family(config).abstract(config, where["dtype"])
+    abstract = abstract_params(LaidOutModel(config), where["dtype"])
     quantization = config.quantization
     method = quantization.method if quantization else "gguf" if stored else None
     stored = stored_by_config(quantization, abstract) if stored is None else stored
@@ -179,7 +180,7 @@ def test_inputs_in_an_order_of_their_own_are_not_divided() -> None:
 
 def test_weights_that_differ_in_order_are_dequantized() -> None:
     config = model(quantization_config=GPTQ)
-    stored = dict(stored_by_config(config.quantization, family(config).abstract(config, BF16)))
+    stored = dict(stored_by_config(config.quantization, abstract_params(LaidOutModel(config), BF16)))
     name = "model.layers.0.self_attn.k_proj.weight"
     stored[name] = StoredWeight(stored[name].type, stored[name].scheme, "gptq", order="another")
     made = chosen(config, stored)
@@ -200,14 +201,14 @@ def test_a_tied_head_of_16_bits_is_the_embedding() -> None:
     tied = model(tie_word_embeddings=True)
     made = chosen(tied, {})
     assert made.forms == dict.fromkeys((QKV, OUTPUT, GATE_UP, DOWN, EMBEDDING), WeightForm())
-    tree = hold_weights(family(tied).abstract(tied, BF16), made.forms)
+    tree = hold_weights(abstract_params(LaidOutModel(tied), BF16), made.forms)
     assert tree.output is None
     assert tree.embedding.data.nbytes == 256 * 64 * 2
 
 
 def test_held_weights_replace_dense_ones_in_the_tree() -> None:
     tied = model(tie_word_embeddings=True)
-    dense = family(tied).abstract(tied, BF16)
+    dense = abstract_params(LaidOutModel(tied), BF16)
     four, eight = WeightForm(Scheme("int4", 32)), WeightForm(Scheme("int8", 32))
     tree = hold_weights(dense, {QKV: four, OUTPUT: eight, HEAD: eight})
     assert {path: (weight.shape, weight.scheme) for path, weight in held_weights(tree).items()} == {

@@ -15,7 +15,8 @@ from jax.sharding import PartitionSpec
 
 from jaxserve.config.schema import EngineConfig
 from jaxserve.layers.axes import TENSOR_AXES
-from jaxserve.models.registry import family
+from jaxserve.models.layout import LaidOutModel
+from jaxserve.models.registry import abstract_params
 from jaxserve.runtime.devices.device import DeviceFacts
 from jaxserve.runtime.devices.mesh import make_mesh, shardings
 from jaxserve.runtime.execution.host_pool import HostPool
@@ -33,7 +34,7 @@ from jaxserve.step_plan import StepPlan, WindowGroup
 from jaxserve.weights.dummy import dummy_params
 from pallas_kernels.paged_attention import REFERENCE, KernelTarget
 from tests.runtime.step.test_sampling import VOCAB, _rows, sample_all, sample_all_by_triton
-from tests.runtime.tiny import CAPACITY, F32, model, on_trees, open_slots, opening, prefill, specs
+from tests.runtime.tiny import CAPACITY, F32, laid_out, on_trees, open_slots, opening, prefill, specs
 
 SAMPLING = [
     {"temperature": 0.0},
@@ -50,8 +51,8 @@ def run(tensor: int) -> list[np.ndarray]:
     """
     capacity = msgspec.structs.replace(CAPACITY, prompt_logprob_tokens=16)
     mesh = make_mesh(jax.devices(), tensor=tensor)
-    abstract, own_specs = family(model()).abstract(model(), F32), specs(capacity)
-    builder = ProgramBuilder(StepContext(model(), REFERENCE, 2), capacity, mesh, abstract, own_specs)
+    abstract, own_specs = abstract_params(laid_out(), F32), specs(capacity)
+    builder = ProgramBuilder(StepContext(laid_out(), REFERENCE, 2), capacity, mesh, abstract, own_specs)
     params = dummy_params(abstract, shardings(mesh, abstract), 0)
     state = make_state(own_specs, shardings(mesh, own_specs))
     prompts = [[7, 250, 130], [9, 9], [11, 128, 129, 255], [1, 2, 3]]
@@ -83,14 +84,12 @@ def step() -> None:
 
 def calculated_scales(data: int, tensor: int) -> np.ndarray:
     """Return the scales `[ranks, 2, layers, kv_heads]` that a mesh calculates from a few tokens."""
-    config = dataclasses.replace(model(), shards=tensor)
+    model = laid_out(shards=tensor)
     capacity = msgspec.structs.replace(CAPACITY, num_ranks=data)
-    mesh, abstract = make_mesh(jax.devices(), data=data, tensor=tensor), family(config).abstract(config, F32)
+    mesh, abstract = make_mesh(jax.devices(), data=data, tensor=tensor), abstract_params(model, F32)
     fp8 = np.dtype(jax.numpy.float8_e4m3fn)
-    fp8_specs = state_specs(
-        config.kv_specs(), capacity, vocab_size=config.padded_vocab_size, hidden_size=config.hidden_size, kv_dtype=fp8
-    )
-    builder = ProgramBuilder(StepContext(config, REFERENCE, 2), capacity, mesh, abstract, fp8_specs)
+    fp8_specs = state_specs(model, capacity, kv_dtype=fp8)
+    builder = ProgramBuilder(StepContext(model, REFERENCE, 2), capacity, mesh, abstract, fp8_specs)
     params = dummy_params(abstract, shardings(mesh, abstract), 0)
     state = make_state(fp8_specs, shardings(mesh, fp8_specs))
     tokens = pack_prompts([7, 250, 130, 9, 9], capacity)
@@ -111,14 +110,12 @@ def kv_scales() -> None:
 
 def empty_group() -> None:
     """A program returns the state as divided as it takes it, also if no layer keeps whole sequences."""
-    config = dataclasses.replace(model(), shards=2, windows=(8, 8))
-    assert [spec.num_layers for spec in config.kv_specs()] == [0, 2]
+    model = LaidOutModel(dataclasses.replace(laid_out().config, windows=(8, 8)), shards=2)
+    assert [spec.num_layers for spec in model.kv_specs()] == [0, 2]
     capacity = msgspec.structs.replace(CAPACITY, num_ranks=2, window_groups=(WindowGroup(10, 8),))
-    mesh, abstract = make_mesh(jax.devices(), data=2, tensor=2), family(config).abstract(config, F32)
-    own_specs = state_specs(
-        config.kv_specs(), capacity, vocab_size=config.padded_vocab_size, hidden_size=config.hidden_size, kv_dtype=F32
-    )
-    builder = ProgramBuilder(StepContext(config, REFERENCE, 2), capacity, mesh, abstract, own_specs)
+    mesh, abstract = make_mesh(jax.devices(), data=2, tensor=2), abstract_params(model, F32)
+    own_specs = state_specs(model, capacity, kv_dtype=F32)
+    builder = ProgramBuilder(StepContext(model, REFERENCE, 2), capacity, mesh, abstract, own_specs)
     for key in (UPDATE_KEY, write_key(0)):
         compiled = builder.compile(key)
         _, state, *_ = compiled.input_shardings[0]
@@ -182,14 +179,14 @@ def _on(count: int, sample: Callable[..., Any]) -> Callable[..., Any]:
 def collectives() -> None:
     """A decode step exchanges only what the mathematics needs, within a rank: the logits once, and only to draw."""
     device = DeviceFacts(KernelTarget("cpu"), 2**34, max_devices=4)
-    config = EngineConfig(dtype="float32", dp_size=2, tp_size=2, max_running_requests=4, max_total_tokens=64)
-    made = deploy(config, model(), device)
+    settings = EngineConfig(dtype="float32", dp_size=2, tp_size=2, max_running_requests=4, max_total_tokens=64)
+    made = deploy(settings, laid_out().config, device)
     builder = made.builder(make_mesh(jax.devices(), data=2, tensor=2))
-    layers = made.model.num_layers
+    layers = made.model.config.num_layers
     greedy, full = (_collectives(builder, ProgramKey("decode", 4, greedy)) for greedy in (True, False))
     # One after attention and one after the MLP of each layer, one after the embedding, two for the likeliest token.
     assert [opcode for opcode, _ in greedy] == ["all-reduce"] * (2 * layers + 3), greedy
-    shard = 4 * made.model.vocab_size // 2
+    shard = 4 * made.model.config.vocab_size // 2
     [logits] = [elements for opcode, elements in full if opcode == "all-to-all"]
     assert logits <= shard, full
     # The largest other exchange of a row is that of the 20 likeliest tokens of each shard.

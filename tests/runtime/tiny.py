@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,7 +13,8 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxserve.api_types import SamplingParams
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.registry import family, parse_model_config
+from jaxserve.models.layout import AnyModel, LaidOutModel
+from jaxserve.models.registry import abstract_params, parse_model_config
 from jaxserve.runtime.devices.mesh import make_mesh, shardings
 from jaxserve.runtime.programs.builder import ProgramBuilder, leaves_of
 from jaxserve.runtime.step.program import StepContext
@@ -39,15 +41,17 @@ def model() -> ModelConfig:
     return parse_model_config(CONFIG)
 
 
+def laid_out(**layout: int) -> AnyModel:
+    return LaidOutModel(model(), **layout)
+
+
 @functools.cache
 def mesh() -> Mesh:
     return make_mesh(jax.devices("cpu"))
 
 
 def specs(capacity: Capacity, vocab_size: int = CONFIG["vocab_size"]) -> DeviceState:
-    return state_specs(
-        model().kv_specs(), capacity, vocab_size=vocab_size, hidden_size=model().hidden_size, kv_dtype=F32
-    )
+    return state_specs(LaidOutModel(dataclasses.replace(model(), vocab_size=vocab_size)), capacity, kv_dtype=F32)
 
 
 def zero_state(capacity: Capacity, vocab_size: int = CONFIG["vocab_size"]) -> DeviceState:
@@ -56,13 +60,13 @@ def zero_state(capacity: Capacity, vocab_size: int = CONFIG["vocab_size"]) -> De
 
 
 def builder(capacity: Capacity = CAPACITY, *, sample_rows: int | None = 16) -> ProgramBuilder:
-    context = StepContext(model(), REFERENCE, sample_rows)
-    return ProgramBuilder(context, capacity, mesh(), family(model()).abstract(model(), F32), specs(capacity))
+    context = StepContext(laid_out(), REFERENCE, sample_rows)
+    return ProgramBuilder(context, capacity, mesh(), abstract_params(laid_out(), F32), specs(capacity))
 
 
 @functools.cache
 def params() -> Any:
-    abstract = family(model()).abstract(model(), F32)
+    abstract = abstract_params(laid_out(), F32)
     return dummy_params(abstract, shardings(mesh(), abstract), 0)
 
 

@@ -13,8 +13,8 @@ import pytest
 
 from jaxserve.config.schema import EngineConfig
 from jaxserve.model_source import ModelSource, read_config, resolve
-from jaxserve.models import registry
-from jaxserve.models.registry import parse_model_config
+from jaxserve.models.layout import LaidOutModel
+from jaxserve.models.registry import abstract_params, parse_model_config
 from jaxserve.params import ParamSpec, TensorPart, Window
 from jaxserve.weights import TensorInfo, build_params, open_weights
 from jaxserve.weights.arrays import flatten
@@ -81,7 +81,7 @@ def random_checkpoint(abstract: Any, seed: int = 0) -> dict[str, np.ndarray[Any,
 def load_model(source: ModelSource, dtype: Any = np.float32) -> Any:
     """Load the parameters of a model from files, as the engine does."""
     config = parse_model_config(read_config(source))
-    abstract = registry.family(config).abstract(config, np.dtype(dtype))
+    abstract = abstract_params(LaidOutModel(config), np.dtype(dtype))
     return build_params(abstract, on_one_device(abstract), open_weights(source, abstract))
 
 

@@ -5,7 +5,6 @@ Prints one JSON object: for each mesh shape the bytes read from the safetensors 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import sys
@@ -17,7 +16,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxserve.model_source import ModelSource, read_config, resolve
-from jaxserve.models.registry import family, parse_model_config
+from jaxserve.models.layout import LaidOutModel
+from jaxserve.models.registry import abstract_params, parse_model_config
 from jaxserve.runtime.devices.mesh import make_mesh, shardings
 from jaxserve.weights.arrays import WeightReader, build_params, flatten
 from jaxserve.weights.load import checkpoint_reader
@@ -40,9 +40,7 @@ class Counted:
 
 def reader_on(source: ModelSource, shards: int, read: list[int]) -> tuple[Any, WeightReader]:
     """Return the specs of a model for `shards` shards, and a reader that appends the bytes of each read to `read`."""
-    model = dataclasses.replace(parse_model_config(read_config(source)), shards=shards)
-    module = family(model)
-    abstract = module.abstract(model, F32)
+    abstract = abstract_params(LaidOutModel(parse_model_config(read_config(source)), shards=shards), F32)
     if source.kind == "orbax":
         return abstract, open_weights(source, abstract)
     tensors = open_source(source)

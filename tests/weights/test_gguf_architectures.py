@@ -18,7 +18,8 @@ from jaxserve.layers.rope import RopeConfig, frequencies
 from jaxserve.model_source import ModelSource, read_config
 from jaxserve.model_source.gguf_metadata import GGUFMetadata
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.registry import family, parse_model_config
+from jaxserve.models.layout import LaidOutModel
+from jaxserve.models.registry import abstract_params, parse_model_config
 from jaxserve.params import dotted
 from jaxserve.quant import GGUF_TYPES, choose_weights, hold_weights
 from jaxserve.weights import build_params, open_weights, stored_types
@@ -65,8 +66,7 @@ def plain(config: ModelConfig, context: int) -> dict[str, Any]:
         values[field.name] = value
         if isinstance(value, RopeConfig):
             values[field.name] = value.rotated, value.interleaved
-            rope = dataclasses.replace(value, context=context)
-            values[f"{field.name}: frequencies"] = np.hstack(frequencies(rope, config.head_dim)).tolist()
+            values[f"{field.name}: frequencies"] = np.hstack(frequencies(value, config.head_dim, context)).tolist()
     return values
 
 
@@ -93,7 +93,7 @@ def test_blocks_stay_packed(tmp_path: Path, name: str, kind: Kind) -> None:
     source = ModelSource(from_golden(name, tmp_path / "m.gguf", kind), "gguf", name)
     config = parse_model_config(read_config(source))
     dtype = np.dtype(jnp.bfloat16)
-    abstract = family(config).abstract(config, dtype)
+    abstract = abstract_params(LaidOutModel(config), dtype)
     made = choose_weights("auto", abstract, stored_types(source, config), "gguf", target=CPU, dtype=dtype)
     tree = hold_weights(abstract, made.forms)
     params = build_params(tree, on_one_device(tree), open_weights(source, tree, dense=abstract))

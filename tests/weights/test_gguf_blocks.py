@@ -13,7 +13,8 @@ from gguf import GGMLQuantizationType as Kind
 from gguf.quants import dequantize
 
 from jaxserve.model_source import ModelSource, read_config
-from jaxserve.models.registry import family, parse_model_config
+from jaxserve.models.layout import LaidOutModel
+from jaxserve.models.registry import abstract_params, parse_model_config
 from jaxserve.params import ParamSpec, TensorPart, dotted
 from jaxserve.quant import GGUF_TYPES, HEAD, StoredWeight, WeightForm, choose_weights, hold_weights
 from jaxserve.weights import WeightReader, build_params, open_weights, stored_types
@@ -160,8 +161,7 @@ def test_a_model_keeps_its_weights_when_they_are_packed(name: str, tmp_path: Pat
     """
     source = ModelSource(from_golden(name, tmp_path / "m.gguf", Kind.Q8_0), "gguf", name)
     config = parse_model_config(read_config(source))
-    module = family(config)
-    abstract = module.abstract(config, np.dtype(jnp.bfloat16))
+    abstract = abstract_params(LaidOutModel(config), np.dtype(jnp.bfloat16))
     stored = stored_types(source, config)
     made = choose_weights("auto", abstract, stored, "gguf", target=CPU, dtype=np.dtype(jnp.bfloat16))
     assert {dotted(path).rpartition(".")[2] for path in made.quantized} == {"qkv", "up", "output"}

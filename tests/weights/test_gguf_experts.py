@@ -16,7 +16,8 @@ from safetensors.numpy import save_file
 from jaxserve.errors import ConfigError
 from jaxserve.model_source import ModelSource, read_config, resolve
 from jaxserve.model_source.gguf_metadata import GGUFMetadata
-from jaxserve.models.registry import family, parse_model_config
+from jaxserve.models.layout import LaidOutModel
+from jaxserve.models.registry import abstract_params, parse_model_config
 from jaxserve.params import Window, dotted
 from jaxserve.quant import GGUF_TYPES, WeightChoice, choose_weights, hold_weights
 from jaxserve.weights import build_params, check_tensors, open_weights, stored_types
@@ -87,7 +88,7 @@ def random_model(name: str, folder: Path, **sizes: int) -> Path:
     raw = json.loads((GOLDEN / name / "config.json").read_text()) | {"num_hidden_layers": 1, "mlp_only_layers": []}
     (folder / "config.json").write_text(json.dumps(raw | sizes))
     config = parse_model_config(raw | sizes)
-    weights = random_checkpoint(family(config).abstract(config, np.dtype(np.float32)))
+    weights = random_checkpoint(abstract_params(LaidOutModel(config), np.dtype(np.float32)))
     small = {key: data * np.float32(0.1 if data.ndim > 1 else 1) for key, data in weights.items()}
     save_file(small, folder / "model.safetensors")
     return folder
@@ -96,7 +97,7 @@ def random_model(name: str, folder: Path, **sizes: int) -> Path:
 def held(source: ModelSource) -> tuple[WeightChoice, Any, Any]:
     """Load a model as a CPU holds it; return the choice, the specs and the parameters."""
     config = parse_model_config(read_config(source))
-    abstract = family(config).abstract(config, BF16)
+    abstract = abstract_params(LaidOutModel(config), BF16)
     made = choose_weights("auto", abstract, stored_types(source, config), "gguf", target=CPU, dtype=BF16)
     tree = hold_weights(abstract, made.forms)
     return made, tree, build_params(tree, on_one_device(tree), open_weights(source, tree, dense=abstract))
@@ -121,15 +122,15 @@ def test_logits_are_those_of_the_dequantized_model(kind: Kind, tmp_path: Path) -
     source = gguf(from_golden(random_model("qwen2_moe", tmp_path, **WIDE), tmp_path / "m.gguf", kind))
     _, tree, params = held(source)
     config, ids = parse_model_config(read_config(source)), list(range(40))
-    logits = prompt_logits(config, params, ids, size=64, abstract=tree)
-    expected = prompt_logits(config, load_model(source), ids, size=64)
+    logits = prompt_logits(LaidOutModel(config), params, ids, size=64, abstract=tree)
+    expected = prompt_logits(LaidOutModel(config), load_model(source), ids, size=64)
     assert np.sqrt(((logits - expected) ** 2).mean()) < 0.06 * expected.std()
 
 
 def test_experts_that_no_kernel_takes_are_dequantized_and_named(tmp_path: Path) -> None:
     """Six bits have a scale for 16 inputs, and a CPU's kernel one for 32."""
     config = parse_model_config(read_config(resolve(str(GOLDEN / "qwen3_moe"))) | {"moe_intermediate_size": 32})
-    abstract = family(config).abstract(config, BF16)
+    abstract = abstract_params(LaidOutModel(config), BF16)
     types = {"down": "Q6_K", "gate": "Q8_0", "up": "Q8_0"}
     stored = {
         f"model.layers.{layer}.mlp.experts.{expert}.{part}_proj.weight": GGUF_TYPES[kind]

@@ -10,13 +10,14 @@ import pytest
 from safetensors.numpy import save_file
 
 from jaxserve.errors import ConfigError
+from jaxserve.models.layout import LaidOutModel
 from jaxserve.models.registry import parse_model_config
 from jaxserve.weights.hf import SafetensorsFolder
 from jaxserve.weights.kv_scales import KVScales, read_kv_scales
 from tests.tiny_model import CONFIG
 from tests.weights.conftest import MemorySource
 
-MODEL = parse_model_config(CONFIG)
+MODEL = LaidOutModel(parse_model_config(CONFIG))
 # Layers of two KV groups: the third one keeps whole sequences, the others a window.
 GROUPS = parse_model_config(
     CONFIG
@@ -72,7 +73,7 @@ def test_repeated_heads_repeat_their_scales() -> None:
 
 def test_each_layer_has_its_place_in_its_kv_group() -> None:
     scales = {f"_{layer}_{kind}_scale": 1.0 + layer for layer in range(3) for kind in "kv"}
-    found = read(GROUPS, **scales)
+    found = read(LaidOutModel(GROUPS), **scales)
     assert found is not None
     whole, window = found.by_group
     np.testing.assert_array_equal(whole[:, :, 0], [[3.0], [3.0]])

@@ -17,7 +17,8 @@ import pytest
 
 from jaxserve.errors import ConfigError
 from jaxserve.model_source import read_config, resolve
-from jaxserve.models.registry import family, parse_model_config
+from jaxserve.models.layout import LaidOutModel
+from jaxserve.models.registry import abstract_params, parse_model_config
 from jaxserve.params import TensorPart, Window
 from jaxserve.weights import TensorInfo, build_params, mismatch, open_source
 from jaxserve.weights.arrays import flatten
@@ -270,7 +271,7 @@ def test_a_wrong_shape_is_shown_beside_that_of_the_file(folder: Path) -> None:
     model = parse_model_config(read_config(source))
     right = open_source(source, quantization=model.quantization).infos
     wrong = {name: dataclasses.replace(info, shape=(*info.shape[:-1], 7)) for name, info in right.items()}
-    specs = [spec for _, spec in flatten(family(model).abstract(model, np.dtype(np.float32)))[0]]
+    specs = [spec for _, spec in flatten(abstract_params(LaidOutModel(model), np.dtype(np.float32)))[0]]
     used = check_names(_Described(right), specs, is_ignored)
     with mock.patch.object(mismatch, "_NAMES_SHOWN", len(right)), pytest.raises(ConfigError) as caught:
         check_names(_Described(wrong), specs, is_ignored)

@@ -13,7 +13,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from jaxserve import host
-from jaxserve.models.registry import family, parse_model_config
+from jaxserve.models.layout import LaidOutModel
+from jaxserve.models.registry import abstract_params, parse_model_config
 from tests.weights.conftest import converted, random_checkpoint
 
 pytestmark = pytest.mark.process
@@ -36,8 +37,8 @@ CONFIG = {
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    model = parse_model_config(CONFIG)
-    save_file(random_checkpoint(family(model).abstract(model, np.dtype(np.float32))), tmp_path / "model.safetensors")
+    model = LaidOutModel(parse_model_config(CONFIG))
+    save_file(random_checkpoint(abstract_params(model, np.dtype(np.float32))), tmp_path / "model.safetensors")
     return tmp_path
 
 

@@ -14,7 +14,8 @@ import pytest
 
 from jaxserve.errors import ConfigError
 from jaxserve.model_source import ModelSource, read_config
-from jaxserve.models.registry import family, parse_model_config
+from jaxserve.models.layout import LaidOutModel
+from jaxserve.models.registry import abstract_params, parse_model_config
 from jaxserve.quant import choose_weights, held_weights, hold_weights
 from jaxserve.weights import build_params, open_source, open_weights
 from pallas_kernels.quantized_matmul import PackedWeight, unpack
@@ -32,7 +33,7 @@ def test_a_folder_is_read_as_safetensors_and_nothing_else() -> None:
 
 def test_a_converted_folder_is_read_as_orbax_and_nothing_else(tmp_path: Path) -> None:
     config = parse_model_config(read_config(ModelSource(GOLDEN / "llama2", "folder", "llama2")))
-    abstract = family(config).abstract(config, np.dtype(np.float32))
+    abstract = abstract_params(LaidOutModel(config), np.dtype(np.float32))
     target = converted(GOLDEN / "llama2", tmp_path / "converted", np.float32)
     for load_format in ("auto", "orbax", "dummy"):
         assert len(open_weights(target, abstract, load_format=load_format).order) > 10
@@ -62,8 +63,8 @@ def test_other_formats_dont_pay_for_orbax() -> None:
 def test_16_bit_weights_are_packed_from_every_format(load_format: Any, tmp_path: Path) -> None:
     source = ModelSource(GOLDEN / "smollm2", "folder", "m")
     config = parse_model_config(read_config(source))
-    module, dtype = family(config), np.dtype(jnp.bfloat16)
-    abstract = module.abstract(config, dtype)
+    dtype = np.dtype(jnp.bfloat16)
+    abstract = abstract_params(LaidOutModel(config), dtype)
     chosen = choose_weights("auto", abstract, {}, None, target=CPU, dtype=dtype)
     tree = hold_weights(abstract, chosen.forms)
     assert held_weights(tree)

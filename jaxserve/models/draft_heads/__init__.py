@@ -3,9 +3,10 @@
 At position t a head joins the embedding of token t + 1 with the *features* of the model at t, and predicts token t + 2.
 Where the model hasn't been yet, the head's own output takes the place of the features.
 
-A head's module has `abstract(config, dtype)` as a family has, and
+A head's module has `abstract(model, dtype)` as a family has, and
 
-- `features(config, params, hidden, tapped)`: what it needs of a model's hidden states, `[tokens, dim]`;
-- `forward(config, params, embedded, features, batch, kv, backend) -> (features, kv)`;
-- `logits(config, params, features, of_model)`: its logits, where `of_model` is the head of the model.
+- `features(model, params, of_model)`: what it needs of the output of a model's layers, `[tokens, dim]`;
+- `forward(model, params, embedded, features, batch, kv, backend)`: the output of its layer, whose hidden states are
+  the features that it computes;
+- `logits(model, params, features, of_model)`: its logits, where `of_model` is the head of the model.
 """

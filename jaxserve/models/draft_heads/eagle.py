@@ -20,15 +20,15 @@ from jaxserve.errors import ConfigError
 from jaxserve.layers import embedding
 from jaxserve.layers.attention import AttentionParams, AttentionSettings, self_attention
 from jaxserve.layers.axes import TENSOR_AXES
-from jaxserve.layers.batch import KVPools, TokenBatch
+from jaxserve.layers.batch import KVPools, LayerOutput, TokenBatch
 from jaxserve.layers.linear import linear
 from jaxserve.layers.mlp import MlpParams, mlp
 from jaxserve.layers.norm import rms_norm
-from jaxserve.layers.rope import rotation
 from jaxserve.model_source.fields import LAYERS, WIDTH, Fields, Range, abbreviate
 from jaxserve.models import llama
-from jaxserve.models.config import refuse, refuse_unread
+from jaxserve.models.layout import LaidOutModel
 from jaxserve.models.parameters import ParamSpecs
+from jaxserve.models.read_fields import refuse, refuse_unread
 from pallas_kernels.paged_attention import Backend
 
 EAGLE, EAGLE3 = "EagleHead", "Eagle3Head"
@@ -58,6 +58,7 @@ class Config(llama.Config):
     """The config of a head. `target_size` is the width of the model it drafts for, `draft_vocab` the number of tokens
     that it drafts, None if it shares the model's head. `own_embedding` says that it doesn't share the model's
     embedding. `layer` is the name of its layer's tensors, and `fc_bias` says that there is a tensor of that name.
+    `taps` are the layers of the model whose inputs it gets.
     """
 
     target_size: int
@@ -67,6 +68,7 @@ class Config(llama.Config):
     layer: str
     fc_bias: bool
     norm_before_residual: bool
+    taps: tuple[int, ...] = ()
 
 
 @flax.struct.dataclass
@@ -185,9 +187,10 @@ def _read_taps(fields: Fields) -> tuple[int, ...]:
     return tuple(taps)
 
 
-def abstract(config: Config, dtype: np.dtype) -> Params:
+def abstract(model: LaidOutModel[Config], dtype: np.dtype) -> Params:
     """Return the tree of parameters; each leaf is a `ParamSpec`."""
-    declare, dim = ParamSpecs(config, dtype), config.hidden_size
+    config = model.config
+    declare, dim = ParamSpecs(model, dtype), config.hidden_size
     third, own = config.architecture == EAGLE3, config.own_embedding
     name, vocab = config.layer, config.draft_vocab
     fc = declare.matrix("fc.weight", dim, 3 * config.target_size if third else 2 * dim)
@@ -216,25 +219,24 @@ def abstract(config: Config, dtype: np.dtype) -> Params:
     )
 
 
-def features(
-    config: Config, params: Params, hidden: Float[Array, "tokens dim"], tapped: tuple[Array, ...]
-) -> Float[Array, "tokens own_dim"]:
+def features(model: LaidOutModel[Config], params: Params, of_model: LayerOutput) -> Float[Array, "tokens own_dim"]:
     """Return what the head needs of a model's hidden states, or of the inputs of its layers."""
-    if config.architecture == EAGLE:
-        return hidden
-    return linear(jnp.concatenate(tapped, axis=1), params.fc, params.fc_bias)
+    if model.config.architecture == EAGLE:
+        return of_model.hidden
+    return linear(jnp.concatenate(of_model.features, axis=1), params.fc, params.fc_bias)
 
 
 def forward(
-    config: Config,
+    model: LaidOutModel[Config],
     params: Params,
     embedded: Float[Array, "tokens dim"],
     features: Float[Array, "tokens dim"],
     batch: TokenBatch,
     kv: KVPools,
     backend: Backend,
-) -> tuple[Float[Array, "tokens dim"], KVPools]:
+) -> LayerOutput:
     """Apply the layer to tokens, each with the features of the token before it."""
+    config = model.config
     if params.embedding is not None:
         embedded = embedding.embed(batch.tokens, params.embedding)
     settings = AttentionSettings(config.norm_eps, backend)
@@ -244,14 +246,14 @@ def forward(
         normed = rms_norm(features, params.features_norm, config.norm_eps)
         residual = normed if config.norm_before_residual else features
         inputs = jnp.concatenate([rms_norm(embedded, params.embedding_norm, config.norm_eps), normed], axis=1)
-    rope = rotation(batch, config.rope, config.head_dim)
-    attended, kv = self_attention(inputs, params.attention, batch, kv, config.kv_layers()[0], rope, settings)
+    rope = model.rotation(batch)
+    attended, kv = self_attention(inputs, params.attention, batch, kv, model.kv_layers()[0], rope, settings)
     x = residual + attended
-    return x + mlp(rms_norm(x, params.mlp_norm, config.norm_eps), params.mlp), kv
+    return LayerOutput(x + mlp(rms_norm(x, params.mlp_norm, config.norm_eps), params.mlp), kv)
 
 
 def logits(
-    config: Config,
+    model: LaidOutModel[Config],
     params: Params,
     features: Float[Array, "rows dim"],
     of_model: Callable[..., Float[Array, "rows vocab_shard"]],
@@ -259,13 +261,13 @@ def logits(
 ) -> Float[Array, "rows vocab_shard"]:
     """Return the logits, -inf for tokens that the head never drafts: of the first `num_rows` only, if it is given."""
     if params.norm is not None:
-        features = rms_norm(features, params.norm, config.norm_eps)
+        features = rms_norm(features, params.norm, model.config.norm_eps)
     if params.output is None:
         return of_model(features, num_rows)
     found = embedding.logits(features, params.output, num_rows)
     if params.d2t is None:
         return found
     found = lax.all_gather(found, TENSOR_AXES, axis=1, tiled=True)
-    row, size = jnp.arange(len(params.d2t), dtype=jnp.int32), config.padded_vocab_size // lax.axis_size(TENSOR_AXES)
+    row, size = jnp.arange(len(params.d2t), dtype=jnp.int32), model.padded_vocab_size // lax.axis_size(TENSOR_AXES)
     rows = jnp.full((size,), -1, jnp.int32).at[embedding.shard_index(row + params.d2t, size)].set(row, mode="drop")
     return jnp.where(rows >= 0, found[:, jnp.maximum(rows, 0)], -jnp.inf)

@@ -15,10 +15,12 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxserve.errors import ConfigError
-from jaxserve.layers.batch import KVPools, TokenBatch
+from jaxserve.layers.batch import KVPools, LayerOutput, TokenBatch
 from jaxserve.layers.linear import linear
 from jaxserve.layers.norm import rms_norm
 from jaxserve.models.config import ModelConfig
+from jaxserve.models.decoder import apply_layers
+from jaxserve.models.layout import LaidOutModel
 from jaxserve.models.mixtures import common
 from jaxserve.models.parameters import ParamSpecs
 from pallas_kernels.paged_attention import Backend
@@ -51,51 +53,50 @@ def config_of(model: ModelConfig) -> common.Config:
         dense=(False,),
         windows=(None,),
         unused=(),
-        taps=(),
         first_layer=model.num_layers,
     )
 
 
-def abstract(config: common.Config, dtype: np.dtype) -> Params:
+def abstract(model: LaidOutModel[common.Config], dtype: np.dtype) -> Params:
     """Return the tree of parameters; each leaf is a `ParamSpec`."""
-    declare, name = ParamSpecs(config, dtype), f"model.layers.{config.first_layer}"
+    config = model.config
+    declare, name = ParamSpecs(model, dtype), f"model.layers.{config.first_layer}"
     copies = (f"{name}.embed_tokens.weight", f"{name}.shared_head.head.weight")
     return Params(
         embedding_norm=declare.vector(f"{name}.enorm.weight"),
         features_norm=declare.vector(f"{name}.hnorm.weight"),
         join=declare.matrix(f"{name}.eh_proj.weight", config.hidden_size, 2 * config.hidden_size),
-        layer=common.layer_params(config, declare, 0),
+        layer=common.layer_params(model, declare, 0),
         norm=dataclasses.replace(declare.vector(f"{name}.shared_head.norm.weight"), unused=copies),
     )
 
 
-def features(
-    config: common.Config, params: Params, hidden: Float[Array, "tokens dim"], tapped: tuple[Array, ...]
-) -> Float[Array, "tokens dim"]:
+def features(model: LaidOutModel[common.Config], params: Params, of_model: LayerOutput) -> Float[Array, "tokens dim"]:
     """Return the hidden states of the model."""
-    return hidden
+    return of_model.hidden
 
 
 def forward(
-    config: common.Config,
+    model: LaidOutModel[common.Config],
     params: Params,
     embedded: Float[Array, "tokens dim"],
     features: Float[Array, "tokens dim"],
     batch: TokenBatch,
     kv: KVPools,
     backend: Backend,
-) -> tuple[Float[Array, "tokens dim"], KVPools]:
+) -> LayerOutput:
     """Apply the layer to tokens, each with the features of the token before it."""
+    config = model.config
     eps = config.norm_eps
     embedded = jnp.where(batch.positions[:, None] > 0, embedded, 0)
     parts = rms_norm(embedded, params.embedding_norm, eps), rms_norm(features, params.features_norm, eps)
     x = linear(jnp.concatenate(parts, axis=1), params.join)
-    x, kv, _ = common.apply_layers(config, (params.layer,), x, batch, kv, backend)
-    return rms_norm(x, params.norm, eps), kv
+    out = apply_layers(model, common.layers(model, params, x, batch, backend), (params.layer,), x, kv)
+    return dataclasses.replace(out, hidden=rms_norm(out.hidden, params.norm, eps))
 
 
 def logits(
-    config: common.Config,
+    model: LaidOutModel[common.Config],
     params: Params,
     features: Float[Array, "rows dim"],
     of_model: Callable[..., Any],

@@ -5,6 +5,6 @@ tokens. A mixture has experts beside the MLP of each layer. "Unified" models dif
 """
 
 from jaxserve.models.gemma4.config import parse
-from jaxserve.models.gemma4.model import abstract, embed, forward, head
+from jaxserve.models.gemma4.model import abstract, embed, head, layers
 
-__all__ = ["abstract", "embed", "forward", "head", "parse"]
+__all__ = ["abstract", "embed", "head", "layers", "parse"]

@@ -8,10 +8,10 @@ from jaxserve.errors import ConfigError
 from jaxserve.layers.rope import RopeConfig
 from jaxserve.model_source.fields import HEAD_DIM, HEADS, LAYERS, NORM_EPSILON, WIDTH, Fields, Range
 from jaxserve.models import gemma
-from jaxserve.models.config import (
+from jaxserve.models.config import ModelConfig
+from jaxserve.models.read_fields import (
     FULL,
     SLIDING,
-    ModelConfig,
     Sizes,
     periodic_layer_types,
     read_experts,
@@ -37,8 +37,6 @@ class Config(ModelConfig):
     `per_layer_rows`.
     """
 
-    norm_eps: float
-    rope: RopeConfig
     local_rope: RopeConfig
     full_kv_heads: int
     full_head_dim: int
@@ -69,14 +67,9 @@ class Config(ModelConfig):
     def expert_size(self) -> int:
         return self.expert_width
 
-    def stored_heads(self, layer: int) -> tuple[int, int]:
-        """Return the KV heads that a checkpoint has for a layer, and their size."""
+    def kv_heads_of(self, layer: int) -> tuple[int, int]:
         full = self.windows[layer] is None
         return (self.full_kv_heads, self.full_head_dim) if full else (self.num_kv_heads, self.head_dim)
-
-    def kv_shape(self, layer: int) -> tuple[int, int]:
-        kv_heads, head_dim = self.stored_heads(layer)
-        return kv_heads * self.replicas_of(kv_heads), head_dim
 
     def kv_source(self, layer: int) -> int:
         own = self.num_layers - self.num_reusing_layers

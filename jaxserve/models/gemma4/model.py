@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import flax.struct
 import jax
@@ -13,15 +12,17 @@ from jaxtyping import Array, Float
 
 from jaxserve.layers import embedding
 from jaxserve.layers.attention import AttentionSettings
-from jaxserve.layers.batch import Beside, KVLayer, KVPools, TokenBatch
+from jaxserve.layers.batch import KVLayer, KVPools, LayerOutput, TokenBatch
 from jaxserve.layers.linear import linear
 from jaxserve.layers.mixture import MixtureSettings
 from jaxserve.layers.mlp import ACTIVATIONS, mlp
 from jaxserve.layers.norm import rms_norm
-from jaxserve.layers.rope import Rotation, rotation
+from jaxserve.layers.rope import Rotation
 from jaxserve.models import gemma, parameters
+from jaxserve.models.decoder import ApplyLayer
 from jaxserve.models.gemma4 import mixture
 from jaxserve.models.gemma4.config import Config
+from jaxserve.models.layout import LaidOutModel
 from jaxserve.models.mixtures.common import mixture_settings
 from jaxserve.models.parameters import ParamSpecs
 from pallas_kernels.paged_attention import Backend
@@ -63,14 +64,15 @@ class LayerParams(gemma.LayerParams):
     scalar: Float[Array, " 1"]
 
 
-def abstract(config: Config, dtype: np.dtype) -> Params:
+def abstract(model: LaidOutModel[Config], dtype: np.dtype) -> Params:
     """Return the tree of parameters; each leaf is a `ParamSpec`."""
-    declare = ParamSpecs(config, dtype)
+    config = model.config
+    declare = ParamSpecs(model, dtype)
     dim, size, biased = config.hidden_size, config.per_layer_dim, config.attention_bias
 
     def layer(i: int) -> LayerParams:
         name, full, reuses = f"model.layers.{i}", config.windows[i] is None, config.kv_source(i) != i
-        kv_heads, head_dim = config.stored_heads(i)
+        kv_heads, head_dim = config.kv_heads_of(i)
         q_norm, k_norm = (declare.wide_norm(f"{name}.self_attn.{x}_norm.weight", head_dim) for x in "qk")
         attention = declare.attention(
             f"{name}.self_attn",
@@ -114,24 +116,19 @@ def abstract(config: Config, dtype: np.dtype) -> Params:
     return Params(declare.embedding(), layers, norm, declare.head(), vectors)
 
 
-def forward(
-    config: Config,
-    params: Params,
-    x: Float[Array, "tokens dim"],
-    batch: TokenBatch,
-    kv: KVPools,
-    backend: Backend,
-) -> tuple[Float[Array, "tokens dim"], KVPools, Beside]:
-    """Apply the layers and the final norm to embeddings; return hidden states and the updated cache."""
-    full = rotation(batch, config.rope, config.full_head_dim)
-    local = rotation(batch, config.local_rope, config.head_dim)
+def layers(
+    model: LaidOutModel[Config], params: Params, x: Float[Array, "tokens dim"], batch: TokenBatch, backend: Backend
+) -> ApplyLayer:
+    """Return the function that applies a layer; `x` are the embeddings, of which layers have vectors."""
+    config = model.config
+    full = model.rotation(batch, config.rope, config.full_head_dim)
+    local = model.rotation(batch, config.local_rope, config.head_dim)
     experts = None
     if config.routing is not None:
-        experts = mixture_settings(config, config.routing, mixture.GATE, batch, backend.target)
-    loads: list[Array] = []
-    vectors = None if params.layer_vectors is None else _layer_vectors(config, params.layer_vectors, x, batch)
-    at = config.kv_layers()
-    for i, layer in enumerate(params.layers):
+        experts = mixture_settings(model, config.routing, mixture.GATE, batch, backend.target)
+    vectors = None if params.layer_vectors is None else _layer_vectors(model, params.layer_vectors, x, batch)
+
+    def apply(i: int, x: Array, params: LayerParams, kv: KVPools, at: KVLayer) -> LayerOutput:
         window, vector = config.windows[i], None if vectors is None else vectors[:, i]
         settings = AttentionSettings(
             config.norm_eps,
@@ -141,20 +138,17 @@ def forward(
             norm_values=True,
             keys_as_values=window is None and config.keys_as_values,
         )
-        with jax.named_scope(f"layer_{i}"):
-            rope = full if window is None else local
-            x, kv, *load = _layer(x, layer, vector, batch, kv, at[i], rope, settings, experts)
-        loads += load
-    with jax.named_scope("final_norm"):
-        normed = rms_norm(x, params.norm, config.norm_eps)
-    return normed, kv, Beside(jnp.stack(loads) if loads else None)
+        return _layer(x, params, vector, batch, kv, at, full if window is None else local, settings, experts)
+
+    return apply
 
 
 @jax.named_scope("layer_vectors")
 def _layer_vectors(
-    config: Config, params: LayerVectorParams, x: Float[Array, "tokens dim"], batch: TokenBatch
+    model: LaidOutModel[Config], params: LayerVectorParams, x: Float[Array, "tokens dim"], batch: TokenBatch
 ) -> Float[Array, "tokens layers size"]:
     """Return each layer's vectors for the batch's tokens, whose embeddings are `x`."""
+    config = model.config
     shape = batch.num_tokens, config.num_layers, config.per_layer_dim
     dim_scale, size_scale, half = (
         jnp.asarray(scale, x.dtype) for scale in (config.hidden_size**-0.5, config.per_layer_dim**0.5, 0.5**0.5)
@@ -175,15 +169,15 @@ def _layer(
     rope: Rotation,
     settings: AttentionSettings,
     experts: MixtureSettings | None,
-) -> tuple[Any, ...]:
+) -> LayerOutput:
     """Apply one decoder layer. Jitted so that it is traced once for equal layers; the compiler inlines it."""
     x, kv = gemma.attend(x, params, batch, kv, at, rope, settings)
     out = mlp(rms_norm(x, params.mlp_norm, settings.norm_eps), params.mlp, gemma.ACTIVATION)
-    load: list[Array] = []
+    load = None
     if params.mixture is not None and experts is not None:
-        out, *load = mixture.with_experts(x, out, params.mixture, batch, experts, settings.norm_eps)
+        out, load = mixture.with_experts(x, out, params.mixture, batch, experts, settings.norm_eps)
     x = x + rms_norm(out, params.mlp_output_norm, settings.norm_eps)
     if params.layer_input is not None and vector is not None:
         gated = ACTIVATIONS[gemma.ACTIVATION](linear(x, params.layer_input.gate)) * vector
         x = x + rms_norm(linear(gated, params.layer_input.projection), params.layer_input.norm, settings.norm_eps)
-    return x * params.scalar, kv, *load
+    return LayerOutput(x * params.scalar, kv, load)

@@ -8,18 +8,19 @@ from typing import Any, Literal
 
 import flax.struct
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float
 
 from jaxserve.layers.attention import AttentionParams, AttentionSettings, self_attention
-from jaxserve.layers.batch import Beside, KVLayer, KVPools, TokenBatch
+from jaxserve.layers.batch import KVLayer, KVPools, LayerOutput, TokenBatch
 from jaxserve.layers.mixture import MixtureParams, MixtureSettings, mixture
 from jaxserve.layers.mlp import MlpParams, mlp
 from jaxserve.layers.norm import rms_norm
-from jaxserve.layers.rope import RopeConfig, Rotation, rotation
+from jaxserve.layers.rope import Rotation
 from jaxserve.models import llama
 from jaxserve.models.config import ModelConfig
+from jaxserve.models.decoder import ApplyLayer
+from jaxserve.models.layout import AnyModel, LaidOutModel
 from jaxserve.models.parameters import Params, ParamSpecs
 from pallas_kernels.expert_routing import Routing
 from pallas_kernels.grouped_matmul import Gate
@@ -52,8 +53,6 @@ class Config(ModelConfig):
     layer i are those of layer `first_layer` + i of the checkpoint.
     """
 
-    norm_eps: float
-    rope: RopeConfig
     routing: Routing
     experts: int
     expert_width: int
@@ -115,16 +114,18 @@ class LayerSettings:
     mixture: MixtureSettings
 
 
-def abstract(config: Config, dtype: np.dtype) -> Params:
+def abstract(model: LaidOutModel[Config], dtype: np.dtype) -> Params:
     """Return the tree of parameters; each leaf is a `ParamSpec`."""
-    declare = ParamSpecs(config, dtype)
-    layers = tuple(layer_params(config, declare, i) for i in range(config.num_layers))
+    config = model.config
+    declare = ParamSpecs(model, dtype)
+    layers = tuple(layer_params(model, declare, i) for i in range(config.num_layers))
     norm = dataclasses.replace(declare.vector("model.norm.weight"), unused=config.unused)
     return Params(declare.embedding(), layers, norm, declare.head())
 
 
-def layer_params(config: Config, declare: ParamSpecs, i: int) -> LayerParams:
+def layer_params(model: LaidOutModel[Config], declare: ParamSpecs, i: int) -> LayerParams:
     """Return the tree of parameters of layer i."""
+    config = model.config
     names = config.names
 
     def qk_norm(name: str, letter: str) -> Any:
@@ -170,48 +171,26 @@ def layer_params(config: Config, declare: ParamSpecs, i: int) -> LayerParams:
 
 
 def mixture_settings(
-    config: ModelConfig, routing: Routing, gate: Gate, batch: TokenBatch, target: KernelTarget
+    model: AnyModel, routing: Routing, gate: Gate, batch: TokenBatch, target: KernelTarget
 ) -> MixtureSettings:
     """Return the static settings of all mixtures of a step."""
-    ragged = config.ragged_exchange and not batch.decode_only
-    return MixtureSettings(config.num_experts, routing, gate, target, config.experts_over_ranks, ragged)
+    ragged = model.ragged_exchange and not batch.decode_only
+    return MixtureSettings(model.config.num_experts, routing, gate, target, model.experts_over_ranks, ragged)
 
 
-def forward(
-    config: Config,
-    params: Params,
-    x: Float[Array, "tokens dim"],
-    batch: TokenBatch,
-    kv: KVPools,
-    backend: Backend,
-) -> tuple[Float[Array, "tokens dim"], KVPools, Beside]:
-    """Apply the layers and the final norm to embeddings; return hidden states and the updated cache."""
-    x, kv, beside = apply_layers(config, params.layers, x, batch, kv, backend)
-    with jax.named_scope("final_norm"):
-        return rms_norm(x, params.norm, config.norm_eps), kv, beside
+def layers(
+    model: LaidOutModel[Config], params: Any, x: Float[Array, "tokens dim"], batch: TokenBatch, backend: Backend
+) -> ApplyLayer:
+    """Return the function that applies a layer."""
+    config = model.config
+    rope = model.rotation(batch)
+    of_mixture = mixture_settings(model, config.routing, config.gate, batch, backend.target)
 
-
-def apply_layers(
-    config: Config,
-    layers: tuple[LayerParams, ...],
-    x: Float[Array, "tokens dim"],
-    batch: TokenBatch,
-    kv: KVPools,
-    backend: Backend,
-) -> tuple[Float[Array, "tokens dim"], KVPools, Beside]:
-    """Apply the layers alone."""
-    rope = rotation(batch, config.rope, config.head_dim)
-    at = config.kv_layers()
-    of_mixture = mixture_settings(config, config.routing, config.gate, batch, backend.target)
-    loads: list[Array] = []
-    tapped: list[Array] = []
-    for i, layer in enumerate(layers):
-        tapped += [x] if i in config.taps else []
+    def apply(i: int, x: Array, params: LayerParams, kv: KVPools, at: KVLayer) -> LayerOutput:
         settings = LayerSettings(AttentionSettings(config.norm_eps, backend, config.windows[i]), of_mixture)
-        with jax.named_scope(f"layer_{i}"):
-            x, kv, load = _layer(x, layer, batch, kv, at[i], rope, settings)
-        loads += [] if load is None else [load]
-    return x, kv, Beside(jnp.stack(loads) if loads else None, tuple(tapped))
+        return _layer(x, params, batch, kv, at, rope, settings)
+
+    return apply
 
 
 @functools.partial(jax.jit, static_argnames="settings")
@@ -223,7 +202,7 @@ def _layer(
     at: KVLayer,
     rope: Rotation,
     settings: LayerSettings,
-) -> tuple[Float[Array, "tokens dim"], KVPools, Int32[Array, " experts"] | None]:
+) -> LayerOutput:
     """Apply one decoder layer. Jitted so that it is traced once for equal layers; the compiler inlines it."""
     eps = settings.attention.norm_eps
     normed = rms_norm(x, params.attention_norm, eps)
@@ -231,6 +210,6 @@ def _layer(
     x = x + attended
     normed = rms_norm(x, params.mlp_norm, eps)
     if isinstance(params.mlp, MlpParams):
-        return x + mlp(normed, params.mlp), kv, None
+        return LayerOutput(x + mlp(normed, params.mlp), kv)
     mixed, load = mixture(normed, params.mlp, batch.live, settings.mixture)
-    return x + mixed, kv, load
+    return LayerOutput(x + mixed, kv, load)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from jaxserve.errors import ConfigError
 from jaxserve.model_source.fields import EXPERTS, LAYERS, NON_NEGATIVE, NORM_EPSILON, WIDTH, Fields, Range
-from jaxserve.models.config import DRAFTS, read_experts, read_sizes, refuse, unused_layers
 from jaxserve.models.mixtures import common
+from jaxserve.models.read_fields import DRAFTS, read_experts, read_sizes, refuse, unused_layers
 from jaxserve.models.rope import read_rope
 from pallas_kernels.expert_routing import Routing
 
-abstract, embed, forward, head = common.abstract, common.embed, common.forward, common.head
+abstract, embed, layers, head = common.abstract, common.embed, common.layers, common.head
 
 _NAMES = common.Names(correction="gate.e_score_correction_bias")
 _DRAFTS = ("num_nextn_predict_layers", "num_mtp_layers")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from jaxserve.model_source.fields import NORM_EPSILON, POSITIVE, Fields
-from jaxserve.models.config import FULL, SLIDING, read_experts, read_sizes, read_windows, refuse
 from jaxserve.models.mixtures import common
+from jaxserve.models.read_fields import FULL, SLIDING, read_experts, read_sizes, read_windows, refuse
 from jaxserve.models.rope import read_rope
 from pallas_kernels.expert_routing import Routing
 from pallas_kernels.grouped_matmul import Gate
 
-abstract, embed, forward, head = common.abstract, common.embed, common.forward, common.head
+abstract, embed, layers, head = common.abstract, common.embed, common.layers, common.head
 
 _DEFAULT_ROPE = {
     "rope_type": "yarn",

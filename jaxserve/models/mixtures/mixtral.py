@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from jaxserve.model_source.fields import NORM_EPSILON, Fields
-from jaxserve.models.config import read_experts, read_one_window, read_sizes, refuse
 from jaxserve.models.mixtures import common
+from jaxserve.models.read_fields import read_experts, read_one_window, read_sizes, refuse
 from jaxserve.models.rope import read_rope
 from pallas_kernels.expert_routing import Routing
 
-abstract, embed, forward, head = common.abstract, common.embed, common.forward, common.head
+abstract, embed, layers, head = common.abstract, common.embed, common.layers, common.head
 
 _NAMES = common.Names(block="block_sparse_moe", projections=("w1", "w3", "w2"))
 

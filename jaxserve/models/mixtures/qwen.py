@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from jaxserve.model_source.fields import LAYERS, NORM_EPSILON, WIDTH, Fields, Range
-from jaxserve.models.config import FULL, SLIDING, read_experts, read_sizes, read_windows, refuse
 from jaxserve.models.mixtures import common
+from jaxserve.models.read_fields import FULL, SLIDING, read_experts, read_sizes, read_windows, refuse
 from jaxserve.models.rope import read_rope
 from pallas_kernels.expert_routing import Routing
 
-abstract, embed, forward, head = common.abstract, common.embed, common.forward, common.head
+abstract, embed, layers, head = common.abstract, common.embed, common.layers, common.head
 
 
 def parse(fields: Fields) -> common.Config:

@@ -35,7 +35,7 @@ def log_drafting(deployment: Deployment) -> None:
     if drafting.model is not None:
         size = device_bytes(drafting.params, deployment.axis_sizes) / 2**20
         name = config.speculative_model or "the model's own layer"
-        layers = f"{drafting.model.num_layers} layer{'' if drafting.model.num_layers == 1 else 's'}"
+        layers = f"{drafting.model.config.num_layers} layer{'' if drafting.model.config.num_layers == 1 else 's'}"
         by = f" by {name} ({layers}, {size:.1f} MiB of weights)"
     most = drafting.drafter.max_drafts
     logger.info("speculative decoding: %s%s, at most %d draft tokens a step", config.speculative_method, by, most)

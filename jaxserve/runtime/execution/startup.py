@@ -22,8 +22,8 @@ from jaxserve import model_source
 from jaxserve.config.schema import EngineConfig
 from jaxserve.errors import ConfigError
 from jaxserve.model_source import ModelSource
-from jaxserve.models.config import ModelConfig
-from jaxserve.models.registry import family
+from jaxserve.models.layout import AnyModel
+from jaxserve.models.registry import abstract_params
 from jaxserve.quant import WeightChoice
 from jaxserve.runtime.devices.mesh import shardings
 from jaxserve.runtime.programs.builder import ProgramBuilder
@@ -57,14 +57,12 @@ def open_readers(deployment: Deployment, source: ModelSource) -> list[WeightRead
     """
     config, drafting = deployment.config, deployment.drafting
 
-    def reader(
-        source: ModelSource, model: ModelConfig, params: Any, choice: WeightChoice, part: str = ""
-    ) -> WeightReader:
+    def reader(source: ModelSource, model: AnyModel, params: Any, choice: WeightChoice, part: str = "") -> WeightReader:
         return open_weights(
             source,
             params,
-            dense=family(model).abstract(model, deployment.dtype),
-            quantization=model.quantization,
+            dense=abstract_params(model, deployment.dtype),
+            quantization=model.config.quantization,
             on_the_fly=choice.on_the_fly,
             load_format=config.load_format,
             seed=config.random_seed,
@@ -76,9 +74,9 @@ def open_readers(deployment: Deployment, source: ModelSource) -> list[WeightRead
         name, part = config.speculative_model, ""
         draft = source if name is None else model_source.resolve(name)
         if name is None:
-            part = f"model.layers.{deployment.model.num_layers}."
+            part = f"model.layers.{deployment.model.config.num_layers}."
             _check_own_layer(source, config, part)
-        check_tensors(draft, drafting.model, config.load_format, part=part)
+        check_tensors(draft, drafting.model.config, config.load_format, part=part)
         readers.append(reader(draft, drafting.model, drafting.params, drafting.weights, part))
     return readers
 

@@ -18,6 +18,7 @@ import jaxserve
 import pallas_kernels
 from jaxserve import host
 from jaxserve.config.threads import xla_threads
+from jaxserve.models.layout import LaidOutModel
 from pallas_kernels.cpu import cpu_features, cpu_name, refusal
 
 
@@ -39,9 +40,14 @@ def cpu_fact() -> str:
 
 
 def as_json(value: Any) -> Any:
-    """Return a frozen struct or dataclass as JSON types; a value that JSON has no type for becomes its `repr`."""
+    """Return a frozen struct or dataclass as JSON types; a value that JSON has no type for becomes its `repr`.
+
+    The fields of a model's config stand beside those of its layout.
+    """
     if dataclasses.is_dataclass(value):
-        return {field.name: as_json(getattr(value, field.name)) for field in dataclasses.fields(value) if field.compare}
+        fields = (field.name for field in dataclasses.fields(value) if field.compare)
+        found = {name: as_json(getattr(value, name)) for name in fields}
+        return found | (found.pop("config") if isinstance(value, LaidOutModel) else {})
     if isinstance(value, msgspec.Struct):
         return {name: as_json(getattr(value, name)) for name in value.__struct_fields__}
     if isinstance(value, frozenset):

@@ -143,7 +143,7 @@ def _shortfalls(deployment: Deployment) -> list[Shortfall]:
     if sizes.capacity.max_model_len < sizes.wanted_context:
         mends = find_fixes(
             config,
-            deployment.model,
+            deployment.model.config,
             deployment.device,
             lambda made: made.capacity.max_model_len >= sizes.wanted_context,
             deployment.stored,

@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import operator
-from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 import numpy as np
 from jax.sharding import Mesh
 
@@ -22,7 +19,8 @@ from jaxserve.config.schema import EngineConfig
 from jaxserve.errors import ConfigError
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.dtypes import dtype_of, kv_dtype_of
-from jaxserve.models.registry import family, parse_model_config
+from jaxserve.models.layout import AnyModel, LaidOutModel
+from jaxserve.models.registry import abstract_params, parse_model_config
 from jaxserve.params import KVSpec
 from jaxserve.quant import Shards, Stored, WeightChoice, choose_weights, hold_weights, method_of, stored_by_config
 from jaxserve.runtime.devices.device import DeviceFacts
@@ -32,10 +30,11 @@ from jaxserve.runtime.programs.table import program_keys
 from jaxserve.runtime.sizing import determinism
 from jaxserve.runtime.sizing.drafting import Drafting, plan_drafting
 from jaxserve.runtime.sizing.mesh_validation import check_mesh
+from jaxserve.runtime.sizing.pages import addressable_sizes, slot_and_page_bytes
 from jaxserve.runtime.sizing.sizes import Sizes, attention_problem, resolve_sizes
 from jaxserve.runtime.step.program import ProgramKey, StepContext
-from jaxserve.runtime.step.state import DeviceState, expert_tokens_spec, pool_layout, state_specs
-from jaxserve.step_plan import Capacity, WindowGroup
+from jaxserve.runtime.step.state import DeviceState, state_specs
+from jaxserve.step_plan import Capacity
 from jaxserve.weights import stored_types
 from pallas_kernels.paged_attention import Backend, choose_backend
 
@@ -54,7 +53,7 @@ class Deployment:
     """
 
     config: EngineConfig
-    model: ModelConfig
+    model: AnyModel
     device: DeviceFacts
     dtype: np.dtype
     backend: Backend
@@ -100,7 +99,7 @@ class Deployment:
     @property
     def dense_bytes(self) -> int:
         """Bytes that the weights would take on a device if none were quantized."""
-        own = family(self.model).abstract(self.model, self.dtype)
+        own = abstract_params(self.model, self.dtype)
         return device_bytes((own, None if self.drafting is None else self.drafting.dense), self.axis_sizes)
 
     @property
@@ -173,97 +172,40 @@ def deploy(
     `InsufficientMemoryError` if memory is too small.
     """
     check_mesh(config, model, device)
-    divided = parallelism(config)
-    data, tensor = divided.data, divided.tensor
-    dtype = dtype_of(config.dtype)
-    kv_dtype = kv_dtype_of(config.kv_cache_dtype, dtype)
-    context = config.context_length or model.max_position_embeddings
-    # A window as long as the context masks nothing.
-    whole_from = 0 if config.disable_hybrid_swa_memory else context
-    model = dataclasses.replace(
-        model.with_context(context),
-        shards=tensor,
-        whole_from=whole_from,
-        experts_over_ranks=divided.over_ranks,
-        ragged_exchange=divided.over_ranks and _sends_ragged(config, model, device, divided.expert_parts),
-    )
-    specs = model.kv_specs()
-    if config.disable_hybrid_swa_memory and len(specs) > 1:
-        heads = ", ".join(f"{spec.num_kv_heads} of size {spec.head_dim}" for spec in specs)
-        raise ConfigError(
-            f"disable_hybrid_swa_memory: the layers of this model can't share one KV cache, as their KV heads differ: "
-            f"{heads}; leave it out"
-        )
-    _check_ratio(config, specs, context)
-    axes = axis_sizes(data=data, tensor=tensor, expert=divided.expert)
-    params = family(model).abstract(model, dtype)
-    stored = stored or stored_by_config(model.quantization, params)
-    shards = Shards(tensor, tensor // divided.expert)
-    drafting = plan_drafting(config, model, context, dtype, device.kernels, shards, stored)
-    draft_model = None if drafting is None else drafting.model
-    if draft_model is not None:
-        model = dataclasses.replace(model, taps=draft_model.taps)
+    divided, dtype = parallelism(config), dtype_of(config.dtype)
+    shards = Shards(divided.tensor, divided.tensor // divided.expert)
+    untapped = _lay_out(config, model, device, divided)
+    _check_kv_groups(config, untapped)
+    dense = abstract_params(untapped, dtype)
+    types = stored or stored_by_config(model.quantization, dense)
+    drafting = plan_drafting(config, untapped, dtype, device.kernels, shards, types)
+    laid_out = untapped if drafting is None else dataclasses.replace(untapped, taps=drafting.taps)
     weights = choose_weights(
         config.quantization,
-        params,
-        stored,
-        method_of(model.quantization, stored),
+        dense,
+        types,
+        method_of(model.quantization, types),
         target=device.kernels,
         dtype=dtype,
         shards=shards,
         splits_into=model.splits_into,
     )
-    params = hold_weights(params, weights.forms)
-    weight_bytes = device_bytes(params, axes)
-    if drafting is not None and draft_model is not None:
-        weight_bytes += device_bytes(drafting.params, axes)
-    try:
-        problems = [
-            attention_problem(config, one, spec, dtype=dtype, kv_dtype=kv_dtype, tensor=tensor)
-            for one in (model, draft_model)
-            if one is not None
-            for spec in one.kv_specs()
-            if spec.num_layers
-        ]
-        backend = choose_backend(device.kernels, problems, config.attention_backend)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    nondeterminism = determinism.why_nondeterministic(device.platform, backend, weights, dtype.name, tensor)
+    params = hold_weights(dense, weights.forms)
+    kv_dtype = kv_dtype_of(config.kv_cache_dtype, dtype)
+    backend = _choose_attention(config, laid_out, drafting, device, dtype, kv_dtype)
+    nondeterminism = determinism.why_nondeterministic(device.platform, backend, weights, dtype.name, divided.tensor)
     if config.enable_deterministic_inference and nondeterminism:
         raise ConfigError(f"enable_deterministic_inference: {nondeterminism}")
-    one = Capacity(
-        num_slots=1,
-        num_pages=1,
-        page_size=config.page_size,
-        max_model_len=context,
-        decode_buckets=(1,),
-        token_buckets=(1,),
-        prompt_logprob_tokens=1,
-        num_ranks=data,
-        window_groups=tuple(WindowGroup(1, spec.window) for spec in specs if spec.window is not None),
-    )
-    vocab_size = model.padded_vocab_size
+    drafter = None if drafting is None else drafting.drafter
     describe = functools.partial(
-        state_specs,
-        vocab_size=vocab_size,
-        hidden_size=model.hidden_size,
-        kv_dtype=kv_dtype,
-        dtype=dtype,
-        platform=backend.kv_platform,
-        expert_tokens=expert_tokens_spec(
-            len(model.mixture_layers), model.num_experts, ranks=data, over_ranks=model.experts_over_ranks
-        ),
-        drafter=None if drafting is None else drafting.drafter,
+        state_specs, laid_out, kv_dtype=kv_dtype, dtype=dtype, platform=backend.kv_platform, drafter=drafter
     )
-    slot = describe(specs, one)
-    page_bytes = [device_bytes(pool.pools, axes) for pool in slot.kv]
-    slot_bytes = device_bytes(slot, axes) - device_bytes(slot.kv, axes)
-    if slot.drafts is not None and slot.drafts.kv is not None:
-        page_bytes[0] += device_bytes((slot.drafts.kv.pools, slot.drafts.features), axes)
-        slot_bytes -= device_bytes((slot.drafts.kv, slot.drafts.features), axes)
-    sized = functools.partial(
+    axes = axis_sizes(data=divided.data, tensor=divided.tensor, expert=divided.expert)
+    weight_bytes = device_bytes((params, None if drafting is None else drafting.params), axes)
+    slot_bytes, page_bytes = slot_and_page_bytes(describe, config, laid_out, divided)
+    resolve = functools.partial(
         resolve_sizes,
-        model=model,
+        model=laid_out,
         device=device,
         weight_bytes=weight_bytes,
         slot_bytes=slot_bytes,
@@ -271,34 +213,76 @@ def deploy(
         activations=activations,
         divided=divided,
     )
-    sizes = sized(config)
-    most_pages = _addressable_pages(backend, specs, sizes.capacity, kv_dtype, tensor)
-    if any(map(operator.lt, most_pages, sizes.capacity.pages_by_group)):
-        if config.max_total_tokens is not None:
-            fitting = sized(msgspec.structs.replace(config, max_total_tokens=None), most_pages=most_pages).capacity
-            addressable = fitting.num_pages * config.page_size
-            raise ConfigError(
-                f"max_total_tokens={config.max_total_tokens}: attention backend {backend.name} can address only "
-                f"{addressable} tokens of an fp8 KV cache whose keys take 2 to 4 GiB; set --max-total-tokens "
-                f"{addressable}, or choose another --attention-backend"
-            )
-        sizes = sized(config, most_pages=most_pages)
-    state = describe(specs, sizes.capacity)
+    sizes = addressable_sizes(config, resolve, backend, laid_out, kv_dtype)
     return Deployment(
-        config,
-        model,
-        device,
-        dtype,
-        backend,
-        sizes,
-        params,
-        state,
-        divided,
-        stored,
-        weights,
-        nondeterminism,
-        drafting,
+        config=config,
+        model=laid_out,
+        device=device,
+        dtype=dtype,
+        backend=backend,
+        sizes=sizes,
+        params=params,
+        state=describe(sizes.capacity),
+        divided=divided,
+        stored=types,
+        weights=weights,
+        nondeterminism=nondeterminism,
+        drafting=drafting,
     )
+
+
+def _lay_out(config: EngineConfig, model: ModelConfig, device: DeviceFacts, divided: Parallelism) -> AnyModel:
+    """Return the model laid out for the shards of a rank, before a head that drafts asks for features of it."""
+    context = config.context_length or model.max_position_embeddings
+    ragged = divided.over_ranks and _sends_ragged(config, model, device, divided.expert_parts)
+    return LaidOutModel(
+        model,
+        shards=divided.tensor,
+        context=context,
+        # A window as long as the context masks nothing.
+        whole_from=0 if config.disable_hybrid_swa_memory else context,
+        experts_over_ranks=divided.over_ranks,
+        ragged_exchange=ragged,
+    )
+
+
+def _check_kv_groups(config: EngineConfig, model: AnyModel) -> None:
+    """Raise `ConfigError` for settings of the KV cache that don't fit the groups of the model."""
+    specs = model.kv_specs()
+    if config.disable_hybrid_swa_memory and len(specs) > 1:
+        heads = ", ".join(f"{spec.num_kv_heads} of size {spec.head_dim}" for spec in specs)
+        raise ConfigError(
+            f"disable_hybrid_swa_memory: the layers of this model can't share one KV cache, as their KV heads differ: "
+            f"{heads}; leave it out"
+        )
+    if config.swa_full_tokens_ratio is not None and len(specs) == 1:
+        raise ConfigError(
+            f"swa_full_tokens_ratio={config.swa_full_tokens_ratio:g}: no layer of this model has a sliding window "
+            f"shorter than the context of {model.context} tokens, so all share one KV cache; leave it out"
+        )
+
+
+def _choose_attention(
+    config: EngineConfig,
+    model: AnyModel,
+    drafting: Drafting | None,
+    device: DeviceFacts,
+    dtype: np.dtype,
+    kv_dtype: np.dtype,
+) -> Backend:
+    """Return the attention backend for all KV groups, and for that of a draft model. Raises `ConfigError`."""
+    draft = None if drafting is None else drafting.model
+    try:
+        problems = [
+            attention_problem(config, one, spec, dtype=dtype, kv_dtype=kv_dtype)
+            for one in (model, draft)
+            if one is not None
+            for spec in one.kv_specs()
+            if spec.num_layers
+        ]
+        return choose_backend(device.kernels, problems, config.attention_backend)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _sends_ragged(config: EngineConfig, model: ModelConfig, device: DeviceFacts, parts: int) -> bool:
@@ -308,25 +292,3 @@ def _sends_ragged(config: EngineConfig, model: ModelConfig, device: DeviceFacts,
     # XLA's reached 2 % of the bandwidth between 8 B200 (openxla/xla#33386)
     share = 1 - (1 - 1 / parts) ** model.experts_per_token
     return device.platform == "tpu" and share <= 0.5
-
-
-def _check_ratio(config: EngineConfig, specs: Sequence[KVSpec], context: int) -> None:
-    """Raise `ConfigError` for `--swa-full-tokens-ratio` if all layers share one KV group."""
-    if config.swa_full_tokens_ratio is not None and len(specs) == 1:
-        raise ConfigError(
-            f"swa_full_tokens_ratio={config.swa_full_tokens_ratio:g}: no layer of this model has a sliding window "
-            f"shorter than the context of {context} tokens, so all share one KV cache; leave it out"
-        )
-
-
-def _addressable_pages(
-    backend: Backend, specs: Sequence[KVSpec], capacity: Capacity, kv_dtype: np.dtype, tensor: int
-) -> list[int]:
-    """Return how many pages of each KV group, of those planned, the kernels can address."""
-    found = []
-    for spec, pages in zip(specs, capacity.pages_by_group, strict=True):
-        layout = pool_layout(
-            spec, num_pages=pages, page_size=capacity.page_size, dtype=kv_dtype, platform=backend.kv_platform
-        )
-        found.append(backend.addressable_pages(layout, tensor) if spec.num_layers else pages)
-    return found

@@ -16,7 +16,8 @@ from jaxserve.errors import ConfigError
 from jaxserve.model_source.fields import Fields
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.draft_heads import eagle, mtp
-from jaxserve.models.registry import family, parse_draft_head, parse_model_config, taps_layers
+from jaxserve.models.layout import AnyModel, LaidOutModel
+from jaxserve.models.registry import abstract_params, parse_draft_head, parse_model_config
 from jaxserve.quant import (
     OnTheFly,
     Shards,
@@ -47,14 +48,20 @@ class Drafting:
     weights: WeightChoice = dataclasses.field(default_factory=WeightChoice)
 
     @property
-    def model(self) -> ModelConfig | None:
-        """The config of the draft model, if there is one."""
+    def model(self) -> AnyModel | None:
+        """The draft model, if there is one."""
         return self.drafter.model if isinstance(self.drafter, DraftModel) else None
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The layers of the model whose inputs a head needs."""
+        head = None if self.model is None else self.model.config
+        return head.taps if isinstance(head, eagle.Config) else ()
 
     @property
     def dense(self) -> Any:
         """The parameters of the draft model as if none were quantized."""
-        return None if self.model is None else family(self.model).abstract(self.model, self.dtype)
+        return None if self.model is None else abstract_params(self.model, self.dtype)
 
 
 def max_drafts(config: EngineConfig) -> int:
@@ -67,8 +74,7 @@ def max_drafts(config: EngineConfig) -> int:
 
 def plan_drafting(
     config: EngineConfig,
-    model: ModelConfig,
-    context: int,
+    model: AnyModel,
     dtype: np.dtype,
     target: KernelTarget,
     shards: Shards,
@@ -84,29 +90,28 @@ def plan_drafting(
     if config.speculative_method == "ngram":
         return Drafting(NgramLookup(count, config.prompt_lookup_max, config.prompt_lookup_min), dtype)
     if config.speculative_method == "mtp":
-        draft: ModelConfig = mtp.config_of(model)
+        draft: AnyModel = dataclasses.replace(model, config=mtp.config_of(model.config))
     else:
-        draft, stored = _read_draft(config, model, shards.tensor)
-        draft = dataclasses.replace(
-            draft.with_context(min(context, draft.longest_context)), shards=shards.tensor, whole_from=0
-        )
+        read, stored = _read_draft(config, model.config, model.shards)
+        context = min(model.context, read.longest_context)
+        draft = LaidOutModel(read, shards=model.shards, context=context, whole_from=0)
     if len(draft.kv_specs()) > 1:
         raise ConfigError(
             f"speculative_model={config.speculative_model}: its layers have KV heads of different number or size, and "
             "a draft model's must be the same"
         )
-    params = family(draft).abstract(draft, dtype)
-    stored = stored or stored_by_config(draft.quantization, params)
+    params, quantization = abstract_params(draft, dtype), draft.config.quantization
+    stored = stored or stored_by_config(quantization, params)
     setting = config.quantization
     weights = choose_weights(
-        setting if draft.quantization is None and setting in get_args(OnTheFly) else "auto",
+        setting if quantization is None and setting in get_args(OnTheFly) else "auto",
         params,
         stored,
-        method_of(draft.quantization, stored),
+        method_of(quantization, stored),
         target=target,
         dtype=dtype,
         shards=shards,
-        splits_into=draft.splits_into,
+        splits_into=draft.config.splits_into,
     )
     return Drafting(DraftModel(draft, count), dtype, hold_weights(params, weights.forms), weights)
 
@@ -153,11 +158,6 @@ def _fitted_head(where: str, head: eagle.Config, model: ModelConfig) -> eagle.Co
         raise ConfigError(
             f"{where} needs the inputs of layers {', '.join(map(str, taps))} of the model, which has {layers} layers; "
             "take the head that was trained for it"
-        )
-    if not taps_layers(model):
-        raise ConfigError(
-            f"{where}: speculative_method=eagle3 is not supported for {model.architecture}, as its family doesn't give "
-            "the inputs of layers; Llama, Mistral, Qwen, Phi-3 and the mixtures but Gemma 4 do"
         )
     return dataclasses.replace(head, taps=taps)
 

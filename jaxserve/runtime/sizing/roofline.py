@@ -98,8 +98,7 @@ def roofline(deployment: Deployment, target: DeviceTarget) -> Roofline:
     """Return the limits of a deployment on a target."""
     params = deployment.params
     axes = deployment.axis_sizes
-    head = params.embedding if params.output is None else params.output
-    model, ranks = deployment.model, deployment.data if deployment.divided.over_ranks else 1
+    model, ranks = deployment.model.config, deployment.data if deployment.divided.over_ranks else 1
     experts = [leaf for leaf in _leaves(params.layers) if _is_of_experts(leaf)]
     others = [leaf for leaf in _leaves(params.layers) if not _is_of_experts(leaf)]
     of_layers = functools.partial(_elements, axes=axes, dtype=deployment.dtype, target=target)
@@ -108,9 +107,9 @@ def roofline(deployment: Deployment, target: DeviceTarget) -> Roofline:
         bandwidth=target.memory_bandwidth,
         peak_flops=target.peak_flops.get(deployment.dtype.name),
         # Of an embedding that isn't the output head as well, a step reads only a few rows.
-        read_bytes=device_bytes((others, params.norm, head), axes),
+        read_bytes=device_bytes((others, params.norm, params.head), axes),
         layer_flops=2 * (of_layers(others) + of_layers(experts) * chosen * ranks),
-        head_flops=2 * of_layers(head),
+        head_flops=2 * of_layers(params.head),
         attention=_attention(deployment),
         expert_bytes=device_bytes(experts, axes),
         chosen_share=chosen,
@@ -120,13 +119,14 @@ def roofline(deployment: Deployment, target: DeviceTarget) -> Roofline:
 
 def _attention(deployment: Deployment) -> tuple[AttentionCost, ...]:
     """Return the cost of the layers by window, of which each also reads the keys and values that it shares."""
-    model, groups = deployment.model, zip(deployment.kv_specs, deployment.sizes.footprint.kv_per_token, strict=True)
+    model, tensor = deployment.model, deployment.tensor
+    config, groups = model.config, zip(deployment.kv_specs, deployment.sizes.footprint.kv_per_token, strict=True)
     layer_bytes = {
         (spec.num_kv_heads, spec.head_dim): size / spec.num_layers for spec, size in groups if spec.num_layers
     }
-    layers = Counter((model.windows[i], model.kv_shape(i)) for i in range(model.num_layers))
+    layers = Counter((config.windows[i], model.kv_shape(i)) for i in range(config.num_layers))
     return tuple(
-        AttentionCost(window, count * layer_bytes[shape], count * 4 * model.num_heads * shape[1] / deployment.tensor)
+        AttentionCost(window, count * layer_bytes[shape], count * 4 * config.num_heads * shape[1] / tensor)
         for (window, shape), count in layers.items()
     )
 

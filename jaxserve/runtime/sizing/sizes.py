@@ -11,7 +11,7 @@ import numpy as np
 from jaxserve.config.data_parallel import ONE_DEVICE, Parallelism
 from jaxserve.config.schema import EngineConfig
 from jaxserve.config.speculation import HEADS
-from jaxserve.models.config import ModelConfig
+from jaxserve.models.layout import AnyModel
 from jaxserve.params import KVSpec
 from jaxserve.runtime.devices.device import DeviceFacts
 from jaxserve.runtime.sizing import memory
@@ -81,7 +81,7 @@ def defaults_of(device: DeviceFacts) -> Defaults:
 
 def resolve_sizes(
     config: EngineConfig,
-    model: ModelConfig,
+    model: AnyModel,
     device: DeviceFacts,
     *,
     weight_bytes: int,
@@ -101,7 +101,7 @@ def resolve_sizes(
     defaults = defaults_of(device)
     running = config.max_running_requests or defaults.running
     chunk = config.chunked_prefill_size or defaults.chunk
-    longest = config.context_length or model.max_position_embeddings
+    longest = config.context_length or model.config.max_position_embeddings
     widest = min(config.max_num_batched_tokens or (longest if chunk < 0 else chunk), max(longest, running))
     footprint = Footprint(
         weights=weight_bytes,
@@ -115,8 +115,8 @@ def resolve_sizes(
         footprint,
         platform=device.platform,
         memory_bytes=device.memory_bytes,
-        model_context=model.max_position_embeddings,
-        longest_context=model.longest_context,
+        model_context=model.config.max_position_embeddings,
+        longest_context=model.config.longest_context,
         max_running=running,
         chunk=min(widest, longest, config.max_prefill_tokens or longest),
         windows=[spec.window for spec in specs],
@@ -142,7 +142,7 @@ def resolve_sizes(
         token_buckets=token_buckets(largest, smallest=defaults.smallest_bucket),
         prompt_logprob_tokens=max(_PROMPT_LOGPROB_TOKENS, 2 * running),
         num_ranks=divided.data,
-        rotation_length=model.rotation_length,
+        rotation_length=model.config.rotation_length,
         fine_decode_rows=fine_decode_rows(running, max_fine=max_fine, requested=config.cuda_graph_bs),
         window_groups=tuple(
             WindowGroup(pages, spec.window)
@@ -177,12 +177,12 @@ def _verify_buckets(config: EngineConfig, running: int, drafts: int, largest: in
 
 
 def attention_problem(
-    config: EngineConfig, model: ModelConfig, spec: KVSpec, *, dtype: np.dtype, kv_dtype: np.dtype, tensor: int = 1
+    config: EngineConfig, model: AnyModel, spec: KVSpec, *, dtype: np.dtype, kv_dtype: np.dtype
 ) -> Problem:
     """Return the attention problem of a KV group that the kernel of each shard must solve."""
     return Problem(
-        heads=model.num_heads // tensor,
-        kv_heads=spec.num_kv_heads // tensor,
+        heads=model.config.num_heads // model.shards,
+        kv_heads=spec.num_kv_heads // model.shards,
         head_dim=spec.head_dim,
         page_size=config.page_size,
         dtype=dtype,
@@ -195,27 +195,27 @@ _LOGIT_COPIES = {"tpu": 7}
 _DEFAULT_LOGIT_COPIES = 4
 
 
-def _activation_bytes(model: ModelConfig, platform: str, tokens: int, rows: int, divided: Parallelism) -> int:
+def _activation_bytes(model: AnyModel, platform: str, tokens: int, rows: int, divided: Parallelism) -> int:
     """Estimate a step's working memory generously: the activations of the layers, or the sampler's float32 logits.
 
     `tests/aot` compares it with the compiler's figure.
     """
     tensor = divided.tensor
-    qkv = ((model.num_heads + 2 * spec.num_kv_heads) * spec.head_dim for spec in model.kv_specs())
-    widest = max(2 * model.widest_mlp, *qkv) // tensor
-    layers = tokens * (widest * 4 + model.hidden_size * 16 + model.held_per_token * 4)
-    if model.num_experts:
+    qkv = ((model.config.num_heads + 2 * spec.num_kv_heads) * spec.head_dim for spec in model.kv_specs())
+    widest = max(2 * model.config.widest_mlp, *qkv) // tensor
+    layers = tokens * (widest * 4 + model.config.hidden_size * 16 + model.config.held_per_token * 4)
+    if model.config.num_experts:
         layers += _expert_bytes(model, tokens, divided)
     logits = rows * model.padded_vocab_size * 4 // tensor
     copies = _LOGIT_COPIES.get(platform, _DEFAULT_LOGIT_COPIES)
-    most = max(layers, copies * logits + tokens * model.hidden_size * 8)
+    most = max(layers, copies * logits + tokens * model.config.hidden_size * 8)
     return most + most // 16
 
 
-def _expert_bytes(model: ModelConfig, tokens: int, divided: Parallelism) -> int:
+def _expert_bytes(model: AnyModel, tokens: int, divided: Parallelism) -> int:
     """Return the bytes of the inputs and outputs of experts in a step, with room for all choices of all tokens."""
-    sent = 2 * tokens * model.experts_per_token // divided.expert if model.ragged_exchange else 0
+    sent = 2 * tokens * model.config.experts_per_token // divided.expert if model.ragged_exchange else 0
     tokens *= divided.data if divided.over_ranks else 1
-    width = model.expert_size * divided.expert // divided.tensor + model.hidden_size
-    computed = tokens * (model.experts_per_token * width + 4 * model.hidden_size)  # Sums are float32
-    return 2 * (computed + sent * model.hidden_size)
+    width = model.config.expert_size * divided.expert // divided.tensor + model.config.hidden_size
+    computed = tokens * (model.config.experts_per_token * width + 4 * model.config.hidden_size)  # Sums are float32
+    return 2 * (computed + sent * model.config.hidden_size)

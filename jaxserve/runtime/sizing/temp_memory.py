@@ -67,7 +67,7 @@ def with_temp_memory(deployment: Deployment, measured: TempMemory) -> Deployment
     """Return the same deployment with this working memory. Raises `ConfigError` as `deploy` does."""
     return deploy(
         deployment.config,
-        deployment.model,
+        deployment.model.config,
         deployment.device,
         stored=deployment.stored,
         activations=measured.with_margin,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from jaxserve.models.config import ModelConfig
+from jaxserve.models.layout import AnyModel
 from jaxserve.models.registry import is_draft_head
 
 
@@ -15,13 +15,13 @@ class DraftModel:
     A head needs the features of each token before it: see `jaxserve.models.draft_heads`.
     """
 
-    model: ModelConfig
+    model: AnyModel
     max_drafts: int
 
     @property
     def is_head(self) -> bool:
         """Whether it is a head of the model."""
-        return is_draft_head(self.model)
+        return is_draft_head(self.model.config)
 
     @property
     def last(self) -> int:

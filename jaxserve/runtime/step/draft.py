@@ -20,7 +20,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxserve.layers.batch import TokenBatch
-from jaxserve.models.registry import family
+from jaxserve.models.registry import family, forward
 from jaxserve.runtime.speculation.draft_model import DraftModel
 from jaxserve.runtime.step.buckets import smallest_fitting
 from jaxserve.runtime.step.features import kept_features
@@ -184,26 +184,26 @@ class _Model:
         self, batch: TokenBatch, features: Array | None, kv: PagedKV
     ) -> tuple[Float[Array, "tokens dim"], PagedKV]:
         """Return the hidden states of tokens, which are the features that a head computes, and the updated cache."""
-        config, context = self.drafter.model, self.context
-        module = family(config)
+        model, context = self.drafter.model, self.context
+        module = family(model)
         if features is None:
-            x = module.embed(config, self.own, batch)
-            hidden, [kv], *_ = module.forward(config, self.own, x, batch, (kv,), context.backend)
+            x = module.embed(model, self.own, batch)
+            out = forward(model, self.own, x, batch, (kv,), context.backend)
         else:
             embedded = family(context.model).embed(context.model, self.of_target, batch)
-            hidden, [kv] = module.forward(config, self.own, embedded, features, batch, (kv,), context.backend)
-        return hidden, kv
+            out = module.forward(model, self.own, embedded, features, batch, (kv,), context.backend)
+        return out.hidden, out.kv[0]
 
     def logits(
         self, hidden: Float[Array, "rows dim"], num_rows: Int[Array, ""] | None
     ) -> Float[Array, "rows vocab_shard"]:
         """Return the logits of hidden states: of the first `num_rows` only, if it is given."""
-        config = self.drafter.model
+        model = self.drafter.model
         if not self.drafter.is_head:
-            found: Array = family(config).head(config, self.own, hidden, num_rows)
+            found: Array = family(model).head(model, self.own, hidden, num_rows)
         else:
             of_target = functools.partial(family(self.context.model).head, self.context.model, self.of_target)
-            found = family(config).logits(config, self.own, hidden, of_target, num_rows)
+            found = family(model).logits(model, self.own, hidden, of_target, num_rows)
         return found
 
 

@@ -21,7 +21,6 @@ from jaxtyping import Array, Int
 
 from jaxserve.layers.axes import DATA_AXIS
 from jaxserve.layers.embedding import shard_index
-from jaxserve.models.config import ModelConfig
 from jaxserve.models.registry import family
 from jaxserve.runtime.step.buckets import smallest_fitting, token_buckets
 from jaxserve.runtime.step.input_packing import InputPacking, PackedField
@@ -121,7 +120,7 @@ DRAW = ProgramKind(
 def _draw(
     params: Any, state: DeviceState, fields: dict[str, jax.Array], context: StepContext
 ) -> tuple[DeviceState, DrawOutput]:
-    model: ModelConfig = context.model
+    model = context.model
     slots, live = fields["slots"], fields["num_live"]
     own = jnp.maximum(slots, 0)
     draws = jnp.arange(len(slots), dtype=jnp.int32) < live

@@ -15,7 +15,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxserve.layers.axes import TENSOR_AXES, tensor_rank
-from jaxserve.layers.batch import Beside
+from jaxserve.layers.batch import LayerOutput
 from jaxserve.models.registry import family
 from jaxserve.runtime.speculation.draft_model import DraftModel
 from jaxserve.runtime.step.batch import StepInput
@@ -23,18 +23,11 @@ from jaxserve.runtime.step.state import Drafts
 
 
 @jax.named_scope("features")
-def keep_features(
-    drafts: Drafts,
-    drafter: DraftModel,
-    params: Any,
-    hidden: Float[Array, "tokens dim"],
-    beside: Beside,
-    inputs: StepInput,
-) -> Drafts:
+def keep_features(drafts: Drafts, drafter: DraftModel, params: Any, of_model: LayerOutput, inputs: StepInput) -> Drafts:
     """Keep the features of a step's tokens; `params` are those of the head."""
     pool, batch = drafts.features, inputs.batch
     assert pool is not None
-    found = family(drafter.model).features(drafter.model, params, hidden, beside.tapped)
+    found = family(drafter.model).features(drafter.model, params, of_model)
     num_pages, page_size, width = pool.shape
     page = batch.page_tables[0][inputs.token_row, batch.positions // page_size]
     page = jnp.where(batch.live, page, num_pages + jnp.arange(len(page), dtype=jnp.int32))

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 
 from jaxserve.layers.axes import TENSOR_AXES
 from jaxserve.layers.batch import KVPools, TokenBatch
-from jaxserve.models.registry import family
+from jaxserve.models.registry import family, forward
 from jaxserve.runtime.step.input_packing import InputPacking, PackedField
 from jaxserve.runtime.step.program import ProgramKey, ProgramKind, RankFunction, StepContext
 from jaxserve.runtime.step.state import DeviceState
@@ -74,7 +74,7 @@ def _largest(
     params: Any, kv: KVPools, packed: jax.Array, context: StepContext, capacity: Capacity
 ) -> list[Float[Array, "2 layers"]]:
     """Return the largest key and value of each layer over all heads, by KV group."""
-    model, size = family(context.model), num_tokens(capacity)
+    size = num_tokens(capacity)
     fields = scales_packing(size).unpack(packed)
     length, position = fields["num_tokens"], jnp.arange(size, dtype=jnp.int32)
     pages = -(-size // capacity.page_size)
@@ -88,9 +88,9 @@ def _largest(
         num_decodes=jnp.zeros_like(length),
         num_seqs=(length > 0).astype(jnp.int32),
     )
-    x = model.embed(context.model, params, batch)
+    x = family(context.model).embed(context.model, params, batch)
     own_pools = tuple(_own_pool(pool, pages, x.dtype) for pool in kv)
-    _, filled, *_ = model.forward(context.model, params, x, batch, own_pools, context.backend)
+    filled = forward(context.model, params, x, batch, own_pools, context.backend).kv
     specs = context.model.kv_specs()
     return [_largest_of_pool(pool, pages, spec.head_dim) for pool, spec in zip(filled, specs, strict=True)]
 

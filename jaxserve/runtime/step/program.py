@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxserve.config.schema import EngineConfig
-from jaxserve.models.config import ModelConfig
+from jaxserve.models.layout import AnyModel
 from jaxserve.runtime.speculation.draft_model import DraftModel
 from jaxserve.runtime.step.input_packing import InputPacking
 from jaxserve.runtime.step.state import ArraySpec, DeviceState
@@ -47,7 +47,7 @@ class StepContext:
     are made, if there are any.
     """
 
-    model: ModelConfig
+    model: AnyModel
     backend: Backend
     sample_rows: int | None
     drafter: NgramLookup | DraftModel | None = None

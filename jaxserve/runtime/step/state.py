@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from jaxserve.api_types import MAX_LOGIT_BIAS, MAX_STOP_IDS
 from jaxserve.layers.batch import KVPools
+from jaxserve.models.layout import AnyModel
 from jaxserve.params import KVSpec
 from jaxserve.runtime.speculation.draft_model import DraftModel
 from jaxserve.step_plan import Capacity
@@ -129,22 +130,19 @@ def max_pages(capacity: Capacity) -> int:
 
 
 def state_specs(
-    specs: Sequence[KVSpec],
+    model: AnyModel,
     capacity: Capacity,
     *,
-    vocab_size: int,
-    hidden_size: int,
     kv_dtype: np.dtype,
     dtype: np.dtype = _F32,
     platform: str = "cpu",
-    expert_tokens: ArraySpec | None = None,
     drafter: NgramLookup | DraftModel | None = None,
 ) -> DeviceState:
-    """Return the state on a platform (jax's name for it), with an `ArraySpec` in place of each array.
+    """Return the state of a model on a platform (jax's name for it), with an `ArraySpec` in place of each array.
 
     `dtype` is that of hidden states and features.
     """
-    ranks, slots = capacity.num_ranks, capacity.num_slots
+    ranks, slots, specs = capacity.num_ranks, capacity.num_slots, model.kv_specs()
     i32, f32 = np.dtype(np.int32), np.dtype(np.float32)
 
     def by_slot(dtype: np.dtype, *width: int) -> Any:
@@ -172,9 +170,9 @@ def state_specs(
             bias_ids=by_slot(i32, MAX_LOGIT_BIAS),
             bias_values=by_slot(f32, MAX_LOGIT_BIAS),
         ),
-        counts=dataclasses.replace(by_slot(np.dtype(np.int16), vocab_size), axes=("ranks", None, "vocab")),
-        hidden=by_slot(dtype, hidden_size),
-        expert_tokens=expert_tokens,  # type: ignore[arg-type]
+        counts=dataclasses.replace(by_slot(np.dtype(np.int16), model.padded_vocab_size), axes=("ranks", None, "vocab")),
+        hidden=by_slot(dtype, model.config.hidden_size),
+        expert_tokens=_expert_tokens_spec(model, ranks),  # type: ignore[arg-type]
         drafts=None if drafter is None else _draft_specs(drafter, capacity, dtype, by_slot, pool),
     )
 
@@ -192,7 +190,7 @@ def _draft_specs(
         [spec] = drafter.model.kv_specs()
         features = None
         if drafter.is_head:
-            shape = capacity.num_ranks, capacity.num_pages, capacity.page_size, drafter.model.hidden_size
+            shape = capacity.num_ranks, capacity.num_pages, capacity.page_size, drafter.model.config.hidden_size
             features = ArraySpec(shape, dtype, ("ranks", None, None, "features"))
         kv = pool(spec, capacity.num_pages)
         return Drafts(tokens, counts, None, by_slot(i32, max_tokens), kv, features)  # type: ignore[arg-type]
@@ -215,10 +213,12 @@ def _undivided(empty: ArraySpec) -> ArraySpec:
     return dataclasses.replace(empty, shape=(1, *empty.shape[1:]), axes=(None,) * len(empty.axes))
 
 
-def expert_tokens_spec(mixtures: int, experts: int, *, ranks: int, over_ranks: bool) -> ArraySpec | None:
+def _expert_tokens_spec(model: AnyModel, ranks: int) -> ArraySpec | None:
     """Return how the experts' tokens are counted: by each rank, or once if ranks have different experts."""
+    mixtures, experts = len(model.config.mixture_layers), model.config.num_experts
     if not mixtures:
         return None
+    over_ranks = model.experts_over_ranks
     leading, axes = (1, (None, None, "experts_of_ranks")) if over_ranks else (ranks, ("ranks", None, "experts"))
     return ArraySpec((leading, mixtures, experts), np.dtype(np.uint32), axes)
 

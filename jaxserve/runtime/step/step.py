@@ -19,9 +19,8 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, UInt32
 
 from jaxserve.layers.axes import DATA_AXIS
-from jaxserve.layers.batch import Beside
 from jaxserve.layers.embedding import mask_padding, shard_index
-from jaxserve.models.registry import family
+from jaxserve.models.registry import family, forward
 from jaxserve.runtime.devices.mesh import partitions
 from jaxserve.runtime.speculation.draft_model import DraftModel
 from jaxserve.runtime.step import batch as batches
@@ -107,12 +106,11 @@ def step(
     all_params, params = params, context.own_weights(params)
     inputs, state = batches.unpack_step(packed, state, shape)
     x = model.embed(context.model, params, inputs.batch)
-    hidden, kv, *more = model.forward(context.model, params, x, inputs.batch, state.kv, context.backend)
-    beside = more[0] if more else Beside()
-    drafter = context.drafter
+    out = forward(context.model, params, x, inputs.batch, state.kv, context.backend)
+    hidden, drafter = out.hidden, context.drafter
     if isinstance(drafter, DraftModel) and drafter.is_head:
         assert state.drafts is not None
-        kept = keep_features(state.drafts, drafter, all_params[1], hidden, beside, inputs)
+        kept = keep_features(state.drafts, drafter, all_params[1], out, inputs)
         state = dataclasses.replace(state, drafts=kept)
     prompt_logprobs = None
     if inputs.targets is not None:
@@ -132,12 +130,12 @@ def step(
         if shape.max_drafts:
             last = jnp.take_along_axis(tokens, drawn.counts[:, None] - 1, axis=1)[:, 0]
         loads = state.expert_tokens
-        if loads is not None and beside.expert_tokens is not None:
-            loads += beside.expert_tokens.astype(jnp.uint32)
+        if loads is not None and out.expert_tokens is not None:
+            loads += out.expert_tokens.astype(jnp.uint32)
         drafts, compared = _propose(state, drawn, inputs, context, shape)
         state = dataclasses.replace(
             state,
-            kv=kv,
+            kv=out.kv,
             last_tokens=state.last_tokens.at[slots].set(last, mode="drop"),
             seq_lens=state.seq_lens.at[inputs.slots].set(drawn.lengths, mode="drop"),
             counts=counts,
@@ -226,7 +224,7 @@ def sample_rows(
 
     def draw(given: tuple[Array, Rows], num_rows: Array | None) -> tuple[Array, Logprobs | None]:
         states, own = given
-        logits = mask_padding(logits_of(states, num_rows), context.model.vocab_size, num_rows)
+        logits = mask_padding(logits_of(states, num_rows), context.model.config.vocab_size, num_rows)
         if greedy:
             return sampling.greedy(logits), None
         return sampling.sample(logits, state.sampling, state.counts, own, context.backend.target, num_rows)
@@ -249,7 +247,7 @@ def _prompt_logprobs(
     tokens, target = hidden.shape[0], context.backend.target
 
     def scored(block: tuple[Array, Array]) -> Logprobs:
-        logits = mask_padding(model.head(context.model, params, block[0]), context.model.vocab_size)
+        logits = mask_padding(model.head(context.model, params, block[0]), context.model.config.vocab_size)
         return sampling.logprobs(logits, block[1], target)
 
     if sampling.uses_triton(target):

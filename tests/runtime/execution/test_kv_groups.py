@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxserve.config.schema import EngineConfig
-from jaxserve.models.registry import family, parse_model_config
+from jaxserve.models.registry import abstract_params, parse_model_config
 from jaxserve.runtime.devices.device import DeviceFacts
 from jaxserve.runtime.devices.mesh import shardings
 from jaxserve.runtime.execution.device_commands import LocalCommands
@@ -67,7 +67,7 @@ class Engine:
     """Runs plans of one request at a time. Pages are used once, so that a page that is freed stays unused."""
 
     def __init__(self, made: Deployment, programs: Programs) -> None:
-        abstract = family(made.model).abstract(made.model, made.dtype)
+        abstract = abstract_params(made.model, made.dtype)
         params = dummy_params(abstract, shardings(mesh(), abstract), 1)
         rows = [row_specs(made.state, group) for group in range(len(made.kv_specs))]
         self.host = [HostPool(specs, PAGES_PER_COPY) for specs in rows]

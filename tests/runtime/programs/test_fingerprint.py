@@ -15,10 +15,10 @@ import pytest
 
 import jaxserve
 import pallas_kernels
-from jaxserve.models.registry import family
+from jaxserve.models.registry import abstract_params
 from jaxserve.runtime.programs.builder import ProgramBuilder
 from jaxserve.step_plan import Capacity
-from tests.runtime.tiny import CAPACITY, builder, mesh, model, specs
+from tests.runtime.tiny import CAPACITY, builder, laid_out, mesh, model, specs
 
 
 def test_the_fingerprint_follows_the_deployment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,7 +29,7 @@ def test_the_fingerprint_follows_the_deployment(monkeypatch: pytest.MonkeyPatch)
 
     same = of()
     assert same == of()
-    abstract = family(model()).abstract(model(), np.dtype(jnp.bfloat16))
+    abstract = abstract_params(laid_out(), np.dtype(jnp.bfloat16))
     bfloat16 = ProgramBuilder(builder().context, CAPACITY, mesh(), abstract, specs(CAPACITY)).fingerprint()
     others = [
         of(msgspec.structs.replace(CAPACITY, num_pages=19)),

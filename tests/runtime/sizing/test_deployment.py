@@ -12,7 +12,8 @@ from gguf import GGMLQuantizationType as Kind
 
 from jaxserve.config.schema import EngineConfig
 from jaxserve.errors import ConfigError
-from jaxserve.models.registry import family, parse_model_config
+from jaxserve.models.layout import LaidOutModel
+from jaxserve.models.registry import abstract_params, parse_model_config
 from jaxserve.quant import GGUF_TYPES, held_weights
 from jaxserve.runtime.devices.device import DeviceFacts, facts_of_target
 from jaxserve.runtime.devices.mesh import device_bytes, make_mesh
@@ -121,7 +122,7 @@ def test_a_dynamic_rotation_stretches_to_contexts_up_to_its_factor() -> None:
     stretched = parse_model_config({**CONFIG, "rope_scaling": {"type": "dynamic", "factor": 4.0}})
     made = deploy(EngineConfig(dtype="float32", context_length=256), stretched, CPU)
     assert made.capacity.max_model_len == 256
-    assert made.model.rope == stretched.with_context(256).rope != stretched.rope
+    assert made.model.context == 256
     assert deploy(EngineConfig(dtype="float32"), stretched, CPU).capacity.max_model_len == 64
     with pytest.raises(ConfigError, match="context_length=257 is longer than the model's 256"):
         deploy(EngineConfig(dtype="float32", context_length=257), stretched, CPU)
@@ -222,7 +223,7 @@ def test_a_hierarchical_cache_adds_the_programs_that_copy_pages() -> None:
 
 def _of_gguf(device: DeviceFacts = CPU, **options: Any) -> Deployment:
     """Deploy a GGUF file whose matrices are all Q4_1; in this model down projections have no whole blocks."""
-    stored = dict.fromkeys(tensor_parts(family(model()).abstract(model(), F32)), GGUF_TYPES["Q4_1"])
+    stored = dict.fromkeys(tensor_parts(abstract_params(LaidOutModel(model()), F32)), GGUF_TYPES["Q4_1"])
     return deploy(EngineConfig(**options), model(), device, stored=stored)
 
 

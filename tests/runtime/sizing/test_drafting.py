@@ -13,7 +13,8 @@ from jaxserve.config.schema import EngineConfig
 from jaxserve.errors import ConfigError
 from jaxserve.model_source import resolve
 from jaxserve.models.draft_heads import eagle
-from jaxserve.models.registry import family, parse_model_config
+from jaxserve.models.layout import LaidOutModel
+from jaxserve.models.registry import abstract_params, parse_model_config
 from jaxserve.runtime.devices.device import DeviceFacts
 from jaxserve.runtime.execution.startup import open_readers
 from jaxserve.runtime.sizing.deployment import Deployment, deploy
@@ -120,7 +121,7 @@ def test_steps_of_one_token_leave_no_room_for_drafts(tmp_path: Path) -> None:
 def test_a_checkpoint_without_the_layer_that_its_config_counts(tmp_path: Path) -> None:
     fields = MIXTURE | {"num_nextn_predict_layers": 1}
     model = parse_model_config(fields)
-    folder = write_checkpoint(tmp_path / "model", fields, family(model).abstract(model, np.dtype(np.float32)))
+    folder = write_checkpoint(tmp_path / "model", fields, abstract_params(LaidOutModel(model), np.dtype(np.float32)))
     config = EngineConfig(model=str(folder), dtype="float32", speculative_method="mtp")
     with pytest.raises(ConfigError, match=r"lacks the layer that drafts \(model\.layers\.2\.\*\), as many quantized"):
         open_readers(deploy(config, model, CPU), resolve(str(folder)))
@@ -160,7 +161,8 @@ def test_a_head_in_the_form_of_speculators(tmp_path: Path) -> None:
     )
     drafting = deploy(config, parse_model_config({**CONFIG, "num_hidden_layers": 4}), CPU).drafting
     assert drafting is not None
-    head = drafting.model
+    assert drafting.model is not None
+    head = drafting.model.config
     assert isinstance(head, eagle.Config)
     assert (head.layer, head.norm_before_residual, head.draft_vocab, head.taps) == ("layers.0", True, 200, (0, 1, 2))
 
@@ -169,8 +171,10 @@ def test_a_head_in_the_form_of_speculators(tmp_path: Path) -> None:
 def test_the_layers_name_before_a_head_is_downloaded(tmp_path: Path, name: str, layer: str) -> None:
     made = _deploy_head(tmp_path, "eagle3", {"architectures": [name]}, {"num_hidden_layers": 4})
     assert made.drafting is not None
-    assert isinstance(made.drafting.model, eagle.Config)
-    assert made.drafting.model.layer == layer
+    assert made.drafting.model is not None
+    head = made.drafting.model.config
+    assert isinstance(head, eagle.Config)
+    assert head.layer == layer
 
 
 def test_a_window_that_a_head_does_not_use(tmp_path: Path) -> None:
@@ -178,7 +182,7 @@ def test_a_window_that_a_head_does_not_use(tmp_path: Path) -> None:
     made = _deploy_head(tmp_path, "eagle3", for_qwen, {"num_hidden_layers": 4}).drafting
     assert made is not None
     assert made.model is not None
-    assert made.model.windows == (None,)
+    assert made.model.config.windows == (None,)
 
 
 WIDER = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4}
@@ -211,10 +215,9 @@ def test_which_heads_are_refused(
         _deploy_head(tmp_path, method, head, {"num_hidden_layers": 4, **model}, **options)
 
 
-def test_a_family_that_keeps_its_layers_inputs_is_refused(tmp_path: Path) -> None:
-    config = json.loads((GOLDEN / "olmo2" / "config.json").read_text())
-    with pytest.raises(ConfigError, match="eagle3 is not supported for Olmo2ForCausalLM"):
-        _deploy_head(tmp_path, "eagle3", {"rope_scaling": None}, config | {"num_hidden_layers": 4})
+def test_a_head_of_eagle3_for_a_family_other_than_llama(tmp_path: Path) -> None:
+    config = json.loads((GOLDEN / "olmo2" / "config.json").read_text()) | {"num_hidden_layers": 4}
+    assert _deploy_head(tmp_path, "eagle3", {"rope_scaling": None}, config).model.taps == (1, 2, 3)
 
 
 def test_a_head_is_no_model_to_serve() -> None:

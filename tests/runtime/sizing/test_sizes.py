@@ -19,7 +19,7 @@ from jaxserve.runtime.sizing.memory import Footprint, InsufficientMemoryError, p
 from jaxserve.runtime.sizing.sizes import Sizes, resolve_sizes
 from jaxserve.runtime.step.state import ArraySpec
 from pallas_kernels.paged_attention import KernelTarget
-from tests.runtime.tiny import model
+from tests.runtime.tiny import laid_out
 
 CPU = DeviceFacts(KernelTarget("cpu"), 2**34)
 GPU = DeviceFacts(KernelTarget("cuda"), 2**30)
@@ -27,7 +27,7 @@ GPU = DeviceFacts(KernelTarget("cuda"), 2**30)
 
 def _resolve(device: DeviceFacts = CPU, **options: Any) -> Sizes:
     bytes_of_one: Any = {"weight_bytes": 2**20, "slot_bytes": 2**10, "bytes_per_token": (256,)}
-    return resolve_sizes(EngineConfig(**options), model(), device, **bytes_of_one)
+    return resolve_sizes(EngineConfig(**options), laid_out(), device, **bytes_of_one)
 
 
 def test_defaults_of_a_cpu() -> None:

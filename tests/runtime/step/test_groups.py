@@ -32,7 +32,7 @@ def test_groups_without_a_needed_row_are_left_out(needed: int, counts: list[int]
 @pytest.mark.parametrize("rows", [40, 16])
 def test_the_head_computes_needed_rows_only(rows: int) -> None:
     """The head here draws how many rows of its group it was asked for."""
-    context: Any = SimpleNamespace(model=SimpleNamespace(vocab_size=32), sample_rows=16)
+    context: Any = SimpleNamespace(model=SimpleNamespace(config=SimpleNamespace(vocab_size=32)), sample_rows=16)
     state: Any = SimpleNamespace(seq_lens=jnp.zeros(rows))
 
     def head(hidden: Any, num_rows: Any) -> Any:

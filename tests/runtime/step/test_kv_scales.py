@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from jaxserve.models.registry import family
+from jaxserve.models.registry import abstract_params
 from jaxserve.runtime.devices.mesh import shardings
 from jaxserve.runtime.programs.builder import ProgramBuilder
 from jaxserve.runtime.step import kv_scales
@@ -26,8 +26,8 @@ from tests.runtime.tiny import (
     CAPACITY,
     F32,
     builder,
+    laid_out,
     mesh,
-    model,
     on_trees,
     open_slots,
     opening,
@@ -42,14 +42,14 @@ TOKENS = [7, 250, 130, 9, 11, 128, 129, 255, 1, 2, 3]
 @pytest.fixture(scope="module")
 def specs() -> DeviceState:
     fp8 = np.dtype(jnp.float8_e4m3fn)
-    return state_specs(model().kv_specs(), CAPACITY, vocab_size=258, hidden_size=model().hidden_size, kv_dtype=fp8)
+    return state_specs(laid_out(), CAPACITY, kv_dtype=fp8)
 
 
 @pytest.fixture(scope="module")
 def program(specs: DeviceState) -> Any:
-    abstract = family(model()).abstract(model(), F32)
+    abstract = abstract_params(laid_out(), F32)
     return on_trees(
-        ProgramBuilder(StepContext(model(), REFERENCE, 2), CAPACITY, mesh(), abstract, specs).compile(KV_SCALES_KEY)
+        ProgramBuilder(StepContext(laid_out(), REFERENCE, 2), CAPACITY, mesh(), abstract, specs).compile(KV_SCALES_KEY)
     )
 
 
@@ -91,7 +91,7 @@ def test_no_more_tokens_count_than_the_program_takes() -> None:
 
 
 def test_pools_without_fp8_have_no_scales() -> None:
-    plain = state_specs(model().kv_specs(), CAPACITY, vocab_size=258, hidden_size=model().hidden_size, kv_dtype=F32)
+    plain = state_specs(laid_out(), CAPACITY, kv_dtype=F32)
     assert make_state(plain, shardings(mesh(), plain)).kv[0].scales is None
 
 

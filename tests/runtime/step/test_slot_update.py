@@ -31,7 +31,7 @@ from jaxserve.runtime.step.slot_update import (
 from jaxserve.runtime.step.state import COUNT_MASK, FLOATS, INTS, SEEN_IN_PROMPT, DeviceState, all_ranks, one_rank
 from jaxserve.step_plan import SlotOpen, WindowGroup
 from pallas_kernels.paged_attention import REFERENCE
-from tests.runtime.tiny import CAPACITY, mesh, model, on_trees, opening, specs, zero_state
+from tests.runtime.tiny import CAPACITY, laid_out, mesh, on_trees, opening, specs, zero_state
 
 VOCAB = 3000
 CAPACITY_LONG = msgspec.structs.replace(CAPACITY, num_slots=40, num_pages=400, max_model_len=4000)
@@ -39,7 +39,7 @@ CAPACITY_LONG = msgspec.structs.replace(CAPACITY, num_slots=40, num_pages=400, m
 
 @functools.cache
 def _program(key: ProgramKey) -> Any:
-    context = StepContext(model(), REFERENCE, None)
+    context = StepContext(laid_out(), REFERENCE, None)
     made = ProgramBuilder(context, CAPACITY_LONG, mesh(), (), specs(CAPACITY_LONG, VOCAB))
     return on_trees(made.compile(key))
 

@@ -11,7 +11,8 @@ import pytest
 
 from jaxserve.errors import ConfigError
 from jaxserve.model_source import read_config, resolve
-from jaxserve.models.registry import family, parse_model_config
+from jaxserve.models.layout import LaidOutModel
+from jaxserve.models.registry import abstract_params, parse_model_config
 from jaxserve.quant import choose_weights, hold_weights, method_of
 from jaxserve.weights import build_params, check_tensors, open_weights, stored_types
 from pallas_kernels.target import CPU
@@ -26,7 +27,7 @@ def load(folder: Path) -> Any:
     source = resolve(str(folder))
     config = parse_model_config(read_config(source))
     check_tensors(source, config)
-    abstract = family(config).abstract(config, np.dtype("bfloat16"))
+    abstract = abstract_params(LaidOutModel(config), np.dtype("bfloat16"))
     stored = stored_types(source, config)
     method = method_of(config.quantization, stored)
     made = choose_weights("auto", abstract, stored, method, target=CPU, dtype=np.dtype("bfloat16"))

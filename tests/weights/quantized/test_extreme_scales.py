@@ -14,6 +14,7 @@ from gguf.quants import dequantize
 
 from jaxserve.errors import ConfigError
 from jaxserve.model_source import read_config, resolve
+from jaxserve.models.layout import LaidOutModel
 from jaxserve.models.registry import parse_model_config
 from jaxserve.params import ParamSpec
 from jaxserve.quant import CheckpointQuantization
@@ -167,17 +168,17 @@ def test_scales_of_inputs(model: str, name: str) -> None:
 
 @pytest.mark.parametrize(("model", "name"), scale_tensors("k_scale", "v_scale"))
 def test_scales_of_keys_and_values(model: str, name: str) -> None:
-    config = parse_model_config(read_config(resolve(str(QUANTIZED / model))))
+    laid_out = LaidOutModel(parse_model_config(read_config(resolve(str(QUANTIZED / model)))))
     for value in VALUES:
         scales = filled(model, name, value)
         folder = ChangedFolder(model, {name: scales})
         if SMALLEST_INPUT_SCALE <= float(scales.flat[0]) <= LARGEST_SCALE:
-            found = read_kv_scales(folder, config)
+            found = read_kv_scales(folder, laid_out)
             assert found is not None
             assert np.float32(scales.flat[0]) in found.by_group[0]
         else:
             with pytest.raises(ConfigError, match=rf"{name} must be from 1e-15 to 1e\+06, got"):
-                read_kv_scales(folder, config)
+                read_kv_scales(folder, laid_out)
 
 
 @pytest.mark.parametrize("exponent", [0, 1, 100, 127 + 19, 127 + 20, 254])

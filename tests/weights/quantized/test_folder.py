@@ -12,7 +12,8 @@ import pytest
 
 from jaxserve.model_source import read_config, resolve
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.registry import family, parse_model_config
+from jaxserve.models.layout import LaidOutModel
+from jaxserve.models.registry import abstract_params, parse_model_config
 from jaxserve.quant import choose_weights, held_weights, hold_weights, stored_by_config
 from jaxserve.weights import build_params, check_tensors, open_source, open_weights
 from jaxserve.weights.quantized.folder import QuantizedFolder
@@ -124,7 +125,7 @@ def test_zeros_of_8_bits_are_used_whatever_the_config_says(quantized_inputs: boo
 @pytest.mark.parametrize("name", FOLDERS)
 def test_the_config_alone_tells_what_the_files_say(name: str) -> None:
     config, folder = opened(name)
-    told = stored_by_config(config.quantization, family(config).abstract(config, BF16))
+    told = stored_by_config(config.quantization, abstract_params(LaidOutModel(config), BF16))
     found = {tensor: stored for tensor, stored in folder.stored.items() if stored.quantized}
     assert told.keys() == found.keys()
     for tensor, stored in found.items():
@@ -137,7 +138,7 @@ def test_the_config_alone_tells_what_the_files_say(name: str) -> None:
 @pytest.mark.parametrize("packed", [True, False])
 def test_made_up_weights_have_the_forms_of_the_checkpoint(name: str, packed: bool) -> None:
     config, folder = opened(name)
-    abstract = family(config).abstract(config, BF16)
+    abstract = abstract_params(LaidOutModel(config), BF16)
     made = choose_weights("auto", abstract, folder.stored, "gptq", target=CPU, dtype=BF16)
     backend = None if packed else Backend()
     forms = {path: dataclasses.replace(form, backend=backend) for path, form in made.forms.items() if form.scheme}

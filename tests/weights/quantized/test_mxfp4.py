@@ -13,7 +13,8 @@ import pytest
 from jaxserve.errors import ConfigError
 from jaxserve.model_source import read_config, resolve
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.registry import family, parse_model_config
+from jaxserve.models.layout import LaidOutModel
+from jaxserve.models.registry import abstract_params, parse_model_config
 from jaxserve.quant import choose_weights, held_weights, hold_weights
 from jaxserve.weights import build_params, check_tensors, open_source, open_weights, stored_types
 from pallas_kernels.quantized_matmul import Backend, dequantize
@@ -44,12 +45,12 @@ def test_any_window_is_what_the_blocks_stand_for(name: str) -> None:
 @pytest.mark.parametrize(("platform", "numbers"), [("cuda", "fp4"), ("tpu", "int8")])
 def test_experts_are_held_without_loss(platform: str, numbers: str) -> None:
     source, config = resolve(str(QUANTIZED / NAME)), model()
-    abstract = family(config).abstract(config, BF16)
+    abstract = abstract_params(LaidOutModel(config), BF16)
     stored = stored_types(source, config)
     target = KernelTarget(platform, capability=(8, 0) if platform == "cuda" else None)
     # Kernels of TPUs need larger weights than those of the fixture
-    wide = dataclasses.replace(config, hidden_size=2048, expert_width=2048)
-    made = choose_weights("auto", family(config).abstract(wide, BF16), stored, "mxfp4", target=target, dtype=BF16)
+    wide = abstract_params(LaidOutModel(dataclasses.replace(config, hidden_size=2048, expert_width=2048)), BF16)
+    made = choose_weights("auto", wide, stored, "mxfp4", target=target, dtype=BF16)
     assert {scheme.numbers for scheme in made.quantized.values()} == {numbers}
     forms = {path: dataclasses.replace(form, backend=Backend(), arrangement=()) for path, form in made.forms.items()}
     tree = hold_weights(abstract, forms)
@@ -81,7 +82,7 @@ def _nan(tensors: Tensors) -> None:
 def test_damage_is_named(change: Any, message: str, tmp_path: Path) -> None:
     folder = changed(NAME, tmp_path / "model", change)
     source, config = resolve(str(folder)), model(folder)
-    abstract = family(config).abstract(config, np.dtype(np.float32))
+    abstract = abstract_params(LaidOutModel(config), np.dtype(np.float32))
 
     def load() -> None:
         check_tensors(source, config)

@@ -12,7 +12,8 @@ import pytest
 
 from jaxserve.errors import ConfigError
 from jaxserve.model_source import ModelSource, read_config, resolve
-from jaxserve.models.registry import family, parse_model_config
+from jaxserve.models.layout import LaidOutModel
+from jaxserve.models.registry import abstract_params, parse_model_config
 from jaxserve.quant import choose_weights, convert_forms, held_weights, hold_weights, stored_by_config
 from jaxserve.weights import build_params, open_weights
 from pallas_kernels.target import CPU
@@ -26,7 +27,7 @@ def loaded(source: ModelSource, setting: str, forms: str) -> Any:
     """Load a model as a CPU holds it (`packed`), in rows, or dequantized (`dense`)."""
     config = parse_model_config(read_config(source))
     method = config.quantization.method if config.quantization else None
-    abstract = family(config).abstract(config, BF16)
+    abstract = abstract_params(LaidOutModel(config), BF16)
     stored = stored_by_config(config.quantization, abstract)
     made = choose_weights(setting, abstract, stored, method, target=CPU, dtype=BF16)
     held = {"packed": made.forms, "rows": convert_forms(made.method, abstract), "dense": {}}[forms]

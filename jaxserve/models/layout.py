@@ -1,0 +1,97 @@
+"""A model as a deployment lays it out: what the checkpoint doesn't know, and what follows from it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+
+import jax.numpy as jnp
+
+from jaxserve.errors import ConfigError
+from jaxserve.layers.batch import KVLayer, TokenBatch
+from jaxserve.layers.rope import RopeConfig, Rotation, rotation
+from jaxserve.models.config import ModelConfig
+from jaxserve.params import KVSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class LaidOutModel[C: ModelConfig]:
+    """The config of a model, and how a deployment lays it out.
+
+    Parameters are laid out for `shards`: KV heads are repeated and the vocabulary is padded until both can be split
+    into that number. `context` is the context length, by which dynamic rotations stretch. A layer whose window has at
+    least `whole_from` positions keeps the keys and values of whole sequences, as a layer without a window does, if its
+    KV heads are like those. With `experts_over_ranks`, data-parallel ranks have different experts; with
+    `ragged_exchange`, prefill sends them only their own tokens. `taps` are the layers whose inputs a head that drafts
+    needs.
+    """
+
+    config: C
+    shards: int = 1
+    context: int = 0
+    whole_from: int = 2**31 - 1
+    experts_over_ranks: bool = False
+    ragged_exchange: bool = False
+    taps: tuple[int, ...] = ()
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """The rows of the embedding and of the head, over all shards."""
+        return -(-self.config.vocab_size // self.shards) * self.shards
+
+    def replicas_of(self, kv_heads: int) -> int:
+        """Return the number of copies of each of a layer's `kv_heads`, one for each shard that shares it."""
+        return max(1, self.shards // kv_heads)
+
+    def rotation(self, batch: TokenBatch, rope: RopeConfig | None = None, head_dim: int | None = None) -> Rotation:
+        """Return the rotation of the step's tokens, by default that of the config for its size of heads."""
+        return rotation(batch, rope or self.config.rope, head_dim or self.config.head_dim, self.context)
+
+    def kv_shape(self, layer: int) -> tuple[int, int]:
+        """Return the KV heads of a layer, over all shards, and their size."""
+        kv_heads, head_dim = self.config.kv_heads_of(layer)
+        return kv_heads * self.replicas_of(kv_heads), head_dim
+
+    def kv_specs(self) -> tuple[KVSpec, ...]:
+        """Return the KV groups: first that of whole sequences, then one for each window and kind of heads.
+
+        A model without layers for the first one has it with 0 layers. Raises `ConfigError` if layers without a window
+        differ in their heads, as they share one group.
+        """
+        counts = Counter(self._kv_group(i) for i in range(self.config.num_layers) if self.config.kv_source(i) == i)
+        whole = [group for group in counts if group.window is None]
+        if len(whole) > 1:
+            raise ConfigError(
+                "layers that keep whole sequences have KV heads of different number or size "
+                f"({', '.join(f'{one.num_kv_heads} x {one.head_dim}' for one in whole)}); a KV group has one"
+            )
+        if not whole:
+            heads, head_dim = self.kv_shape(0)
+            whole = [KVSpec(0, heads, head_dim)]
+        groups = [*whole, *(group for group in counts if group.window is not None)]
+        return tuple(dataclasses.replace(group, num_layers=counts[group]) for group in groups)
+
+    def kv_layers(self) -> tuple[KVLayer, ...]:
+        """Return the place of each layer's keys and values in the KV groups."""
+        groups = [dataclasses.replace(spec, num_layers=0) for spec in self.kv_specs()]
+        used, places = [0] * len(groups), list[KVLayer]()
+        for i in range(self.config.num_layers):
+            source, group = self.config.kv_source(i), groups.index(self._kv_group(i))
+            if source == i:
+                places.append(KVLayer(jnp.int32(used[group]), group))
+                used[group] += 1
+            else:
+                places.append(dataclasses.replace(places[source], reuses=True))
+        return tuple(places)
+
+    def _kv_group(self, layer: int) -> KVSpec:
+        """Return the group of a layer, without the number of its layers."""
+        window, shape = self.config.windows[layer], self.kv_shape(layer)
+        if window is not None and window >= self.whole_from:
+            whole = self.config.windows.index(None) if None in self.config.windows else 0
+            window = None if self.kv_shape(whole) == shape else window
+        return KVSpec(0, *shape, window)
+
+
+AnyModel = LaidOutModel[ModelConfig]
+"""A model of any family."""
