@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from msgspec import UNSET
 
 from jaxserve.api_types import FinishReason
+from jaxserve.server.generation.tools import ToolUse
 from jaxserve.server.openai.responses import CallDelta, ChatDelta, ChatMessage, FunctionCall, FunctionDelta, ToolCall
-from jaxserve.server.openai.tools import ToolUse
 from jaxserve.server.server_state import LoadedModel
 from jaxserve.text.answers.answer import Answer
 from jaxserve.text.answers.call_texts import CallText

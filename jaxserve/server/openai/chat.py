@@ -9,6 +9,7 @@ import msgspec
 
 from jaxserve.api_types import StructuredOutputs, Usage
 from jaxserve.errors import InvalidRequestError
+from jaxserve.server.generation.chat_messages import render_prompt, text_of
 from jaxserve.server.generation.generation import Generation
 from jaxserve.server.generation.prompts import (
     check_grammar,
@@ -17,6 +18,8 @@ from jaxserve.server.generation.prompts import (
     engine_requests,
     max_output_tokens,
 )
+from jaxserve.server.generation.structured_fields import structured_outputs
+from jaxserve.server.generation.tools import ToolUse, tool_use
 from jaxserve.server.http.exchange import HttpExchange
 from jaxserve.server.http.sse import DONE, EventStream
 from jaxserve.server.openai.answers import (
@@ -27,7 +30,6 @@ from jaxserve.server.openai.answers import (
     place_in_reasoning,
     plan_answer,
 )
-from jaxserve.server.openai.chat_messages import render_prompt, text_of
 from jaxserve.server.openai.chunks import ChunkEncoder
 from jaxserve.server.openai.logprobs import chat_logprobs
 from jaxserve.server.openai.protocol import ChatRequest
@@ -40,8 +42,6 @@ from jaxserve.server.openai.responses import (
     UsageInfo,
     total_usage,
 )
-from jaxserve.server.openai.structured_fields import structured_outputs
-from jaxserve.server.openai.tools import ToolUse, tool_use
 from jaxserve.server.server_state import LoadedModel, ServerState
 from jaxserve.text.grammars.formats import grammar_of
 from jaxserve.text.output import OutputDelta

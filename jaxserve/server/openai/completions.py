@@ -18,13 +18,13 @@ from jaxserve.server.generation.prompts import (
     run_off_event_loop,
     split_prompts,
 )
+from jaxserve.server.generation.structured_fields import structured_outputs
 from jaxserve.server.http.exchange import HttpExchange
 from jaxserve.server.http.sse import DONE, EventStream
 from jaxserve.server.openai.chunks import ChunkEncoder
 from jaxserve.server.openai.logprobs import completion_logprobs, extend, prompt_logprobs, prompt_offsets
 from jaxserve.server.openai.protocol import CompletionRequest
 from jaxserve.server.openai.responses import CompletionChoice, CompletionLogprobs, CompletionResponse, total_usage
-from jaxserve.server.openai.structured_fields import structured_outputs
 from jaxserve.server.server_state import LoadedModel, ServerState
 from jaxserve.text.output import OutputDelta
 from jaxserve.text.tokenizers.tokenizer import Tokenizer

@@ -23,10 +23,10 @@ from jaxserve.server.generation.prompts import (
     max_output_tokens,
     split_prompts,
 )
+from jaxserve.server.generation.structured_fields import structured_outputs
 from jaxserve.server.http.exchange import HttpExchange
 from jaxserve.server.http.sse import EventStream
 from jaxserve.server.openai.logprobs import LOGPROB_FLOOR
-from jaxserve.server.openai.structured_fields import structured_outputs
 from jaxserve.server.server_state import LoadedModel, ServerState
 from jaxserve.server.sglang.generate_protocol import GenerateOutput, GenerateRequest, GenerateSampling, MetaInfo
 from jaxserve.text.output import OutputDelta
