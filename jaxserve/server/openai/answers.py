@@ -16,18 +16,10 @@ from jaxserve.server.openai.responses import CallDelta, ChatDelta, ChatMessage, 
 from jaxserve.server.server_state import LoadedModel
 from jaxserve.text.answers.answer import Answer
 from jaxserve.text.answers.call_texts import CallText
-from jaxserve.text.answers.formats import HARMONY
-from jaxserve.text.answers.harmony import harmony
 from jaxserve.text.answers.held import channels_grammar, either, whole_answer
-from jaxserve.text.answers.held_calls import (
-    calls_grammar,
-    free_calls_grammar,
-    free_form,
-    held_calls,
-    held_form,
-)
+from jaxserve.text.answers.held_calls import calls_grammar, free_calls_grammar, held_calls
 from jaxserve.text.answers.reader import Format, Part
-from jaxserve.text.answers.reasoning import Thinking, thinking
+from jaxserve.text.answers.reasoning import Thinking
 from jaxserve.text.grammars.lark import MARK
 from jaxserve.text.output import OutputDelta
 
@@ -95,18 +87,15 @@ def plan_answer(
 ) -> AnswerPlan:
     """Return how answers are read that begin at a place in their reasoning. With `is_held`, they have a grammar."""
     names = loaded.formats
-    reasons = bool(names.reasoning) and separates_reasoning
+    reasons = names.reasoning is not None and separates_reasoning
     formats: list[Format] = []
-    if reasons or tools is not None:  # calls come after the reasoning, wherever that is reported
-        if names.reasoning == HARMONY:
-            formats.append(harmony)
-        elif names.thinking is not None:
-            formats.append(thinking(names.thinking, inside=place is Place.INSIDE))
+    if names.reasoning is not None and (reasons or tools is not None):  # calls come after it, wherever it is reported
+        formats.append(names.reasoning.read(inside=place is Place.INSIDE))
     if tools is not None and not names.in_channels:
-        formats.append(held_calls(held_form(names)) if tools.required else names.read_calls(tools.schemas))
+        formats.append(held_calls(names.calls.held) if tools.required else names.calls.read(tools.schemas))
     has_free_calls = tools is not None and not tools.required and not names.in_channels
-    held = free_form(names) if is_held and has_free_calls else None
-    return AnswerPlan(tuple(formats), tools, reasons, shows_reasoning, names.calls == "mistral", held)
+    held = names.calls.free if is_held and has_free_calls else None
+    return AnswerPlan(tuple(formats), tools, reasons, shows_reasoning, names.calls.short_ids, held)
 
 
 def answer_grammar(loaded: LoadedModel, tools: ToolUse | None, form: str, place: Place) -> str:
@@ -123,11 +112,10 @@ def answer_grammar(loaded: LoadedModel, tools: ToolUse | None, form: str, place:
         schemas, required = ({}, False) if tools is None else (tools.schemas, tools.required)
         return channels_grammar(form, schemas, loaded.tokenizer, required=required, strict=strict)
     if tools is not None and tools.required:
-        held = held_form(names)
-        form = calls_grammar(held, tools.schemas, loaded.tokenizer, several=tools.several, strict=strict)
+        form = calls_grammar(names.calls.held, tools.schemas, loaded.tokenizer, several=tools.several, strict=strict)
     elif tools is not None and (form or tools.strict):
         make = calls_grammar if form else free_calls_grammar
-        calls = make(free_form(names), tools.schemas, loaded.tokenizer, several=tools.several, strict=strict)
+        calls = make(names.calls.free, tools.schemas, loaded.tokenizer, several=tools.several, strict=strict)
         form = either(form, calls) if form else calls
     if not form or place is Place.AFTER:
         return form
