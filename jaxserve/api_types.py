@@ -6,7 +6,9 @@ All are frozen and can be encoded as msgpack. They hold token ids, never text.
 from __future__ import annotations
 
 import enum
-from typing import Annotated, Any
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -36,17 +38,26 @@ class FinishReason(enum.StrEnum):
 # Types with the bounds of request fields. The server decodes requests by them and has them in its schema;
 # `SamplingParams` checks them again. Numbers are computed in float32: those that it can't tell from 0 count as 0.
 TokenCount = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-Temperature = Annotated[float, Meta(ge=0.0, le=100.0)]
-TopP = Annotated[float, Meta(gt=0.0, le=1.0)]
-TopK = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
-MinP = Annotated[float, Meta(ge=0.0, le=1.0)]
-# Logits are divided by it: near 0 they would be infinite.
-RepetitionPenalty = Annotated[float, Meta(ge=0.01, le=100.0)]
-Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 NumSamples = Annotated[int, Meta(ge=1, le=128)]
 NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+_Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 _BIAS, _TOKEN_ID = Meta(ge=-100.0, le=100.0), Meta(ge=0, le=2**31 - 1)
+
+
+@dataclass(frozen=True)
+class Help:
+    """The help text of a numeric field of `SamplingParams`, for flags.
+
+    `is_shared`: all APIs have the field by the same name, as does `jaxserve bench serve`, and take it from here.
+    """
+
+    text: str
+    is_shared: bool = False
+
+
+def _shared(text: str) -> Help:
+    return Help(text, is_shared=True)
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -103,17 +114,26 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     `structured_outputs` is the form that the output must have.
     """
 
-    max_tokens: TokenCount = 16
-    temperature: Temperature = 1.0
-    top_p: TopP = 1.0
-    top_k: TopK = 0
-    min_p: MinP = 0.0
-    repetition_penalty: RepetitionPenalty = 1.0
-    frequency_penalty: Penalty = 0.0
-    presence_penalty: Penalty = 0.0
+    max_tokens: Annotated[TokenCount, Help("maximum number of tokens of the answer")] = 16
+    temperature: Annotated[float, Meta(ge=0.0, le=100.0), _shared("0 always selects the most likely token")] = 1.0
+    top_p: Annotated[
+        float, Meta(gt=0.0, le=1.0), _shared("sample from the most likely tokens whose probabilities sum to this")
+    ] = 1.0
+    top_k: Annotated[
+        int, Meta(ge=-1, le=2**31 - 1), _shared("sample from this many most likely tokens; 0 means all")
+    ] = 0
+    min_p: Annotated[
+        float, Meta(ge=0.0, le=1.0), _shared("exclude tokens less likely than this fraction of the most likely one")
+    ] = 0.0
+    # Logits are divided by it: near 0 they would be infinite.
+    repetition_penalty: Annotated[
+        float, Meta(ge=0.01, le=100.0), _shared("above 1 makes tokens of the prompt and the answer less likely")
+    ] = 1.0
+    frequency_penalty: Annotated[_Penalty, _shared("lowers tokens in proportion to their count in the answer")] = 0.0
+    presence_penalty: Annotated[_Penalty, _shared("lowers tokens that are already in the answer")] = 0.0
     logit_bias: dict[int, float] = {}
-    min_tokens: TokenCount = 0
-    seed: Seed | None = None
+    min_tokens: Annotated[TokenCount, Help("minimum number of tokens before the answer may end")] = 0
+    seed: Annotated[Seed | None, Help("makes sampling repeatable")] = None
     stop: tuple[str, ...] = ()
     stop_regex: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -169,18 +189,33 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
 
 
-def _bounds_of(hint: object) -> Meta | None:
-    found = [*getattr(hint, "__metadata__", ())]
-    for part in getattr(hint, "__args__", ()):
-        found += getattr(part, "__metadata__", ())
-    return next((meta for meta in found if isinstance(meta, Meta)), None)
+def _leaves(hint: object) -> Iterator[object]:
+    """Yield what a type consists of: annotations, then the plain types."""
+    yield from getattr(hint, "__metadata__", ())
+    parts = getattr(hint, "__args__", ())
+    for part in parts:
+        yield from _leaves(part)
+    if not parts:
+        yield hint
 
 
-_BOUNDS = {
-    field.name: bounds
-    for field in msgspec.structs.fields(SamplingParams)
-    if (bounds := _bounds_of(field.type)) is not None
+class NumberOption(NamedTuple):
+    """A numeric field of `SamplingParams` with a help text: its type with the bounds, and the plain one."""
+
+    hint: Any
+    kind: type[int] | type[float]
+    help: Help
+
+
+_FIELDS = {field.name: (field.type, [*_leaves(field.type)]) for field in msgspec.structs.fields(SamplingParams)}
+_BOUNDS = {name: leaf for name, (_, leaves) in _FIELDS.items() for leaf in leaves if isinstance(leaf, Meta)}
+NUMBER_OPTIONS = {
+    name: NumberOption(hint, int if int in leaves else float, leaf)
+    for name, (hint, leaves) in _FIELDS.items()
+    for leaf in leaves
+    if isinstance(leaf, Help)
 }
+SHARED_OPTIONS = tuple(name for name, option in NUMBER_OPTIONS.items() if option.help.is_shared)
 
 
 def _in_range(name: str, value: float, bounds: Meta) -> None:

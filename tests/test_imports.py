@@ -126,6 +126,12 @@ def test_folders_inside_a_room_import_only_those_below(room: str) -> None:
                 assert level[inner] <= level[importer], f"{module} imports {name}"
 
 
+@pytest.mark.parametrize(("api", "other"), [("openai", "sglang"), ("sglang", "openai")])
+def test_the_routes_of_an_api_know_no_other_api(api: str, other: str) -> None:
+    for module, path in modules(f"jaxserve/server/{api}"):
+        assert not [name for name in imported(path) if name.startswith(f"jaxserve.server.{other}.")], module
+
+
 def test_the_kernels_know_nothing_of_jaxserve() -> None:
     for module, path in modules("pallas_kernels"):
         assert not [name for name in imported(path) if name.split(".")[0] == "jaxserve"], module

@@ -61,11 +61,12 @@ async def load_model(engine_config: EngineConfig, server_config: ServerConfig) -
         formats = choose_formats(
             template or "", calls=server_config.tool_call_parser, reasoning=server_config.reasoning_parser
         )
-        chat_template = TemplateProcess(template, tokenizer.special_tokens, formats.calls)
+        chat_template = TemplateProcess(template, tokenizer.special_tokens, formats.calls.name)
         if template is not None:
             await chat_template.start()
             tokenizer = tokenizer.with_turn_end(await chat_template.turn_end())
-        logger.info("calls of tools are read as %s, reasoning as %s", formats.calls, formats.reasoning or "none")
+        reasoning = "none" if formats.reasoning is None else formats.reasoning.name
+        logger.info("calls of tools are read as %s, reasoning as %s", formats.calls.name, reasoning)
         grammars = GrammarChecker(tokenizer)
         loaded = LoadedModel(await launching, tokenizer, chat_template, template or "", grammars, formats)
         if server_config.escape_marks:

@@ -22,7 +22,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from jaxserve.errors import ConfigError, InvalidRequestError
-from jaxserve.text.answers.call_texts import CALL_TEXTS, HERMES
+from jaxserve.text.answers.formats import CALL_FORMATS, DEFAULT_CALLS
 from jaxserve.text.template_tools import CALL_FORMS, CallForm, calls_in_text, described_in_text
 
 type Message = Mapping[str, Any]
@@ -40,13 +40,15 @@ _PRINTED_PARTS = ("'type': 'text'", '"type": "text"')
 class ChatTemplate:
     """A template with the special tokens of a tokenizer. Raises `ConfigError` if `source_text` is not a valid template.
 
-    With `source_text` None (a model without a template), every rendering raises `InvalidRequestError`. `calls` is the
-    format of calls in texts, for a template that knows no tools. The time of a rendering is not limited here, but in
-    `template_process`.
+    With `source_text` None (a model without a template), every rendering raises `InvalidRequestError`. `calls` names
+    the format of calls in texts, for a template that knows no tools. The time of a rendering is not limited here, but
+    in `template_process`.
     """
 
-    def __init__(self, source_text: str | None, special_tokens: Mapping[str, str], calls: str = HERMES) -> None:
-        self._call_text = CALL_TEXTS.get(calls, CALL_TEXTS[HERMES])
+    def __init__(
+        self, source_text: str | None, special_tokens: Mapping[str, str], calls: str = DEFAULT_CALLS.name
+    ) -> None:
+        self._call_text = CALL_FORMATS[calls].shown
         self._special_tokens = special_tokens
         self._content_formats: dict[str, _ContentFormat] = {}
         try:

@@ -22,7 +22,7 @@ from typing import Any
 from jaxserve import host
 from jaxserve.errors import InvalidRequestError
 from jaxserve.framing import FrameFormat
-from jaxserve.text.answers.call_texts import HERMES
+from jaxserve.text.answers.formats import DEFAULT_CALLS
 from jaxserve.text.chat_template import ChatTemplate, Message
 
 CPU_SECONDS = 5.0
@@ -46,7 +46,7 @@ class TemplateProcess:
         self,
         source_text: str | None,
         special_tokens: Mapping[str, str],
-        calls: str = HERMES,
+        calls: str = DEFAULT_CALLS.name,
         *,
         cpu_seconds: float = CPU_SECONDS,
     ) -> None:

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxserve.text.answers.call_texts import CALL_TEXTS, HERMES, CallText, written
+from jaxserve.text.answers.call_texts import CallText, written
 from jaxserve.text.answers.json_text import is_object
 
 _PROMPT = """You may call functions. These are described here:
@@ -61,8 +61,7 @@ def described_in_text(
     Calls are asked for as `form` writes them.
     """
     lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
-    how = "as a JSON object between two tags, for each call anew" if form == CALL_TEXTS[HERMES] else "like this"
-    prompt = _PROMPT.format(tools=lines, how=how, example=written(form, [_EXAMPLE]))
+    prompt = _PROMPT.format(tools=lines, how=form.example, example=written(form, [_EXAMPLE]))
     found = [dict(message) for message in messages]
     system = next((message for message in found if message.get("role") == "system"), None)
     first = system or next((message for message in found if message.get("role") == "user"), None)

@@ -50,7 +50,7 @@ def make_state(
     formats = choose_formats(
         template or "", calls=state.config.tool_call_parser, reasoning=state.config.reasoning_parser
     )
-    rendering = TinyTemplate(tokenizer, formats.calls)
+    rendering = TinyTemplate(tokenizer, formats.calls.name)
     state.set_loaded(LoadedModel(fake, tokenizer, rendering, template or "", GrammarChecker(tokenizer), formats))
     return state, fake
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from jaxserve.text.answers.call_texts import HERMES
+from jaxserve.text.answers.formats import DEFAULT_CALLS
 from jaxserve.text.chat_template import ChatTemplate, Message
 from jaxserve.text.tokenizers.tokenizer import Tokenizer
 from jaxserve.text.tokenizers.tokenizer_parts import TokenizerParts
@@ -32,7 +32,7 @@ def tiny_tokenizer(template: str | None = TEMPLATE) -> Tokenizer:
 class TinyTemplate:
     """Renders the tokenizer's chat template in the test's process."""
 
-    def __init__(self, tokenizer: Tokenizer, calls: str = HERMES) -> None:
+    def __init__(self, tokenizer: Tokenizer, calls: str = DEFAULT_CALLS.name) -> None:
         self._template = ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens, calls)
 
     async def render(self, messages: Sequence[Message], **arguments: Any) -> str:

@@ -9,7 +9,7 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from jaxserve.errors import InvalidRequestError
-from jaxserve.text.answers.call_texts import CALL_TEXTS, HERMES
+from jaxserve.text.answers.formats import DEFAULT_CALLS
 from jaxserve.text.chat_template import ChatTemplate
 from jaxserve.text.template_tools import described_in_text
 
@@ -73,7 +73,7 @@ def test_a_conversation_is_rendered_as_by_transformers(name: str, conversation: 
         rendered = chat(name).render(messages, **prompted)
         if name in TEMPLATES_WITHOUT_TOOLS and "tools" in arguments:
             assert rendered == reference(
-                name, described_in_text(messages, prompted.pop("tools"), CALL_TEXTS[HERMES]), **prompted
+                name, described_in_text(messages, prompted.pop("tools"), DEFAULT_CALLS.free), **prompted
             )
         elif "tools" in arguments and name == "smollm3":
             assert rendered == reference(name, messages, xml_tools=prompted.pop("tools"), **prompted)

@@ -8,16 +8,14 @@ import math
 from pathlib import Path
 from typing import Any
 
+from jaxserve.api_types import SHARED_OPTIONS
 from jaxserve.bench.load.backends import BACKENDS
 from jaxserve.bench.results.metrics import METRICS
 from jaxserve.cli.bench.dataset_flags import add_datasets
 from jaxserve.cli.common.parser import Parser
-from jaxserve.cli.common.sampling import NUMBERS
+from jaxserve.cli.common.sampling import add_number
 from jaxserve.errors import ConfigError
 
-SAMPLING = (
-    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty",
-)  # fmt: skip
 _GOALS = ("ttft", "tpot", "e2el")
 _SIX_HOURS = 6 * 3600.0
 _EPILOG = """\
@@ -122,10 +120,8 @@ def _add_load(parser: Parser) -> None:
 
 def _add_sampling(parser: Parser) -> None:
     group = parser.add_argument_group("sampling", "Parameters not given are left to the server.")
-    for name in SAMPLING:
-        kind, text = NUMBERS[name]
-        metavar = "X" if kind is float else "N"
-        group.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=metavar, help=text)
+    for name in SHARED_OPTIONS:
+        add_number(group, name)
     group.add_argument("--logprobs", type=int, metavar="N", help="request log probabilities of the N likeliest tokens")
     group.add_argument(
         "--ignore-eos", action="store_true", help="generate the full requested length (always on for traces)"

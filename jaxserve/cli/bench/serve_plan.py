@@ -10,13 +10,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jaxserve.api_types import SHARED_OPTIONS
 from jaxserve.bench.datasets.choice import Dataset
 from jaxserve.bench.datasets.prompts import BenchConversation
 from jaxserve.bench.load.arrivals import RampUp, arrival_times
 from jaxserve.bench.load.backends import BACKENDS, CHAT, RequestWriter
 from jaxserve.bench.load.target_server import TargetServer, parse_base_url
 from jaxserve.cli.bench.dataset_flags import chosen_dataset
-from jaxserve.cli.bench.serve_flags import SAMPLING, pairs
+from jaxserve.cli.bench.serve_flags import pairs
 from jaxserve.errors import ConfigError
 
 # Separates the random numbers of arrivals from those of the datasets.
@@ -68,7 +69,7 @@ class BenchPlan:
     def writer(self, model: str) -> RequestWriter:
         """Return the writer of requests for a model of this name."""
         arguments, chat = self.arguments, self.dataset.chat
-        fields = {name: value for name in SAMPLING if (value := getattr(arguments, name)) is not None}
+        fields = {name: value for name in SHARED_OPTIONS if (value := getattr(arguments, name)) is not None}
         if arguments.ignore_eos or self.dataset.timed:
             fields["ignore_eos"] = True
         if (logprobs := arguments.logprobs) is not None:

@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 
 from jaxserve.api_types import MAX_STOP_IDS
+from jaxserve.server.generation.chat_messages import RESERVED_ARGUMENTS, template_words
 from jaxserve.server.http.fields import EXPLICIT_SCHEMA, LOAD_BOUND
-from jaxserve.server.openai.chat_messages import RESERVED_ARGUMENTS, template_words
 from jaxserve.server.server_state import ServerState
 
 

@@ -7,18 +7,16 @@ ones one at a time.
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from jaxserve import host
-from jaxserve.api_types import EngineInfo, EngineRequest, SamplingParams, StructuredOutputs
+from jaxserve.api_types import EngineInfo
 from jaxserve.errors import InvalidRequestError
 from jaxserve.server.errors import ContextLengthError
 from jaxserve.server.http.fields import MAX_SEQUENCES
 from jaxserve.server.server_state import LoadedModel, ServerState
-from jaxserve.text import requests
-from jaxserve.text.grammars.formats import grammar_of
+from jaxserve.text.requests import check_ids
 
 # Work on up to this many characters or ids runs on the event loop: a thread would cost more.
 _SHORT = 4096
@@ -91,7 +89,28 @@ async def run_off_event_loop[T](state: ServerState, size: int, work: Callable[[]
     return await loop.run_in_executor(state.large_tokenizer_threads, large)
 
 
-def split_prompts(
+async def read_prompts(
+    state: ServerState,
+    loaded: LoadedModel,
+    prompts: str | Sequence[str | int | list[int]],
+    n: int | None,
+    *,
+    add_special_tokens: bool,
+    param: str,
+) -> tuple[list[str], list[list[int]]]:
+    """Return one or several prompts as texts, if they are given so, and as ids, after checking them.
+
+    `n` is the number of samples of each. Raises `InvalidRequestError`.
+    """
+    texts, ids = _split_prompts(prompts, n, loaded.engine.info, param=param)
+    if texts:
+        ids = await encode_texts(state, loaded, texts, add_special_tokens=add_special_tokens, param=param)
+    for prompt in ids:
+        check_prompt(prompt, loaded.engine.info, param=param)
+    return texts, ids
+
+
+def _split_prompts(
     prompts: str | Sequence[str | int | list[int]], n: int | None, info: EngineInfo, *, param: str
 ) -> tuple[list[str], list[list[int]]]:
     """Return one or several prompts as texts or as ids; the other list is empty. Checks their number before the items.
@@ -123,7 +142,7 @@ def check_prompt(ids: Sequence[int], info: EngineInfo, *, param: str) -> None:
     if not ids:
         raise InvalidRequestError(f"{param} is empty: there must be at least one token to continue", param=param)
     check_context_length(len(ids), info, param=param)
-    requests.check_ids(ids, info.vocab_size, param=param)
+    check_ids(ids, info.vocab_size, param=param)
 
 
 def check_context_length(num_tokens: int, info: EngineInfo, *, param: str, at_least: bool = False) -> None:
@@ -160,56 +179,3 @@ def max_output_tokens(
             param=param,
         )
     return wanted
-
-
-async def compile_grammar(state: ServerState, loaded: LoadedModel, asked: tuple[str, StructuredOutputs] | None) -> str:
-    """Return the grammar of a form that a field asks for, or "" if none does.
-
-    Raises `InvalidRequestError` naming the field if the form can't be expressed or is too complex.
-    """
-    if asked is None:
-        return ""
-    field, outputs = asked
-    return await check_grammar(state, loaded, lambda: grammar_of(outputs), param=field)
-
-
-async def check_grammar(state: ServerState, loaded: LoadedModel, make: Callable[[], str], *, param: str) -> str:
-    """Return the grammar that `make` returns, or "" if it is that, as `compile_grammar` does."""
-    loop = asyncio.get_running_loop()
-    return await loop.run_in_executor(state.grammar_threads, lambda: loaded.grammars.check(make, param=param))
-
-
-class QueueOptions(Protocol):
-    """The fields of a request that change how the engine queues and caches it."""
-
-    priority: int | None
-    cache_salt: str | None
-
-
-def engine_requests(
-    loaded: LoadedModel,
-    response_id: str,
-    prompts: list[list[int]],
-    samplings: list[SamplingParams],
-    grammars: list[str],
-    options: QueueOptions,
-) -> list[EngineRequest]:
-    """Return `n` requests for each prompt, in the order of the choices: prompt index * n + sample.
-
-    `grammars` are those of the prompts' outputs, "" for none. Ids are unique even if a client uses its own twice.
-    """
-    unique_id = f"{response_id}-{uuid.uuid4().hex}"
-    return [
-        request
-        for number, (ids, sampling, grammar) in enumerate(zip(prompts, samplings, grammars, strict=True))
-        for request in requests.sample_requests(
-            f"{unique_id}-{number}",
-            ids,
-            sampling,
-            loaded.tokenizer,
-            loaded.engine.info,
-            priority=options.priority,
-            cache_salt=options.cache_salt,
-            grammar=grammar,
-        )
-    ]

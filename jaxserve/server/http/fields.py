@@ -103,6 +103,20 @@ _Bias = Annotated[float, Meta(extra_json_schema={"minimum": -100, "maximum": 100
 LogitBias = Annotated[dict[_Key, _Bias], Meta(extra_json_schema={"maxProperties": MAX_LOGIT_BIAS})]
 
 
+PROMPT_IDS = {
+    "type": "array",
+    "items": {"type": "integer", "minimum": 0, **bound_at_load("token_id")},
+    **bound_at_load("prompt_ids"),
+}
+PROMPT_TEXT = {"type": "string", "minLength": 1}
+
+
+def prompt_schema(*kinds: dict[str, Any]) -> Meta:
+    """Return the schema of a prompt of one of these kinds, or of a list of prompts of one kind."""
+    listed = [{"type": "array", "items": kind, "minItems": 1, "maxItems": MAX_SEQUENCES} for kind in kinds]
+    return explicit_schema({"anyOf": [*kinds, *listed]})
+
+
 @functools.cache
 def _accepted_values(kind: type[msgspec.Struct]) -> tuple[tuple[str, tuple[object, ...]], ...]:
     """Return the unsupported fields of a request type, each with its accepted values."""

@@ -1,53 +1,51 @@
-"""`/v1/chat/completions`: answers a conversation, whole or streamed. Owns the shape of its choices and encoder."""
+"""`/v1/chat/completions`: answers a conversation, whole or streamed. Owns the shape of its choices."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
-from jaxserve.api_types import StructuredOutputs, Usage
+from jaxserve.api_types import FinishReason, StructuredOutputs
 from jaxserve.errors import InvalidRequestError
-from jaxserve.server.generation.generation import Generation
-from jaxserve.server.generation.prompts import (
-    check_grammar,
-    check_prompt,
-    encode_texts,
-    engine_requests,
-    max_output_tokens,
-)
-from jaxserve.server.http.exchange import HttpExchange
-from jaxserve.server.http.sse import DONE, EventStream
-from jaxserve.server.openai.answers import (
+from jaxserve.server.generation.answers import (
+    AnswerPart,
     AnswerPlan,
-    AnswerState,
     Place,
     answer_grammar,
     place_in_reasoning,
     plan_answer,
 )
-from jaxserve.server.openai.chat_messages import render_prompt, text_of
+from jaxserve.server.generation.chat_messages import render_prompt, text_of
+from jaxserve.server.generation.engine_requests import check_grammar, engine_requests
+from jaxserve.server.generation.prompts import check_prompt, encode_texts, max_output_tokens
+from jaxserve.server.generation.responder import ChoiceOutput, ResponseChoice, TotalUsage, respond
+from jaxserve.server.generation.structured_fields import structured_outputs
+from jaxserve.server.generation.tools import ToolUse, tool_use
+from jaxserve.server.http.exchange import HttpExchange
 from jaxserve.server.openai.chunks import ChunkEncoder
 from jaxserve.server.openai.logprobs import chat_logprobs
 from jaxserve.server.openai.protocol import ChatRequest
 from jaxserve.server.openai.responses import (
+    CallDelta,
     ChatChoice,
     ChatChunkChoice,
     ChatDelta,
-    ChatLogprobs,
+    ChatMessage,
     ChatResponse,
-    UsageInfo,
-    total_usage,
+    FunctionCall,
+    FunctionDelta,
+    ToolCall,
+    usage_info,
 )
-from jaxserve.server.openai.structured_fields import structured_outputs
-from jaxserve.server.openai.tools import ToolUse, tool_use
 from jaxserve.server.server_state import LoadedModel, ServerState
+from jaxserve.text.answers.reader import Kind
 from jaxserve.text.grammars.formats import grammar_of
 from jaxserve.text.output import OutputDelta
 from jaxserve.text.tokenizers.tokenizer import Tokenizer
-
-_NOTHING = ChatDelta()
 
 
 async def chat_completions(state: ServerState, exchange: HttpExchange, request: ChatRequest) -> None:
@@ -90,12 +88,17 @@ async def chat_completions(state: ServerState, exchange: HttpExchange, request: 
         sampling = msgspec.structs.replace(sampling, skip_special_tokens=False)
     response_id = request.response_id("chatcmpl", exchange.request_id)
     requests = engine_requests(loaded, response_id, [ids], [sampling], [grammar], request)
-    generation = Generation(state, loaded, requests, exchange.arrival)
-    responder = _ChatResponder(
-        *(loaded.tokenizer, request, plan, ids, sampling.n, response_id, state.model_name, int(time.time()))
+    head = {"id": response_id, "created": int(time.time()), "model": state.model_name}
+    encoder = ChunkEncoder(
+        *(request, head),
+        kind="chat.completion.chunk",
+        num_choices=len(requests),
+        before='"delta":{"content":',
+        after='},"logprobs":null,"finish_reason":null',
     )
-    with state.abortable((response_id, *request.client_ids, exchange.request_id), generation):
-        await (responder.stream if request.stream else responder.respond)(generation, exchange)
+    shape = _ChatShape(loaded.tokenizer, request, plan, head, encoder)
+    names = (response_id, *request.client_ids)
+    await respond(state, loaded, exchange, requests, shape, stream=bool(request.stream), ids=names, plan=plan)
 
 
 async def _compile_grammar(
@@ -127,115 +130,103 @@ async def _compile_grammar(
 
 
 @dataclass
-class _ChatResponder:
-    """Sends one response, whole or streamed, from the same deltas."""
+class _ChatShape:
+    """The shape of a response: in a stream the role, then parts of the message, the last with the finish reason."""
 
     tokenizer: Tokenizer
     request: ChatRequest
     plan: AnswerPlan
-    prompt_ids: list[int]
-    n: int
-    response_id: str
-    model: str
-    created: int
+    head: dict[str, Any]
+    encoder: ChunkEncoder
+    shows_all = False
 
-    async def respond(self, generation: Generation, exchange: HttpExchange) -> None:
-        """Send one JSON response when all sequences have ended."""
-        deltas: list[list[OutputDelta]] = [[] for _ in range(self.n)]
-        answers = [AnswerState(self.plan) for _ in range(self.n)]
+    def opening(self, choice: ResponseChoice) -> bytes:
+        """Return the chunk with the role."""
+        shaped = ChatChunkChoice(index=choice.index, delta=ChatDelta(role="assistant", content=""))
+        return self.encoder.choice_chunk(choice, shaped, with_prompt=bool(self.request.return_token_ids))
 
-        async def on_delta(index: int, delta: OutputDelta) -> None:
-            deltas[index].append(delta)
-            answers[index].push(delta)
+    def event(self, choice: ResponseChoice, new: ChoiceOutput) -> bytes:
+        """Return a chunk, or nothing."""
+        delta, request = new.delta, self.request
+        plain = not request.logprobs and not request.return_token_ids and delta.finish_reason is None
+        if plain and all(part.kind == "content" for part in new.parts):
+            return self.encoder.text_chunk(choice, _text(new.parts, "content") or "") if new.parts else b""
+        if new.parts or delta.logprobs or delta.token_ids or delta.finish_reason is not None:
+            return self.encoder.choice_chunk(choice, self._chunk(choice, new))
+        return b""
 
-        usages = await generation.run(on_delta)
-        await exchange.respond(
-            ChatResponse(
-                id=self.response_id,
-                created=self.created,
-                model=self.model,
-                choices=[
-                    self._choice(index, parts, answer) for index, (parts, answer) in enumerate(zip(deltas, answers))
-                ],
-                usage=self._usage(usages, answers),
-                prompt_token_ids=self.prompt_ids if self.request.return_token_ids else msgspec.UNSET,
-            )
+    def last_events(self, usage: TotalUsage) -> bytes:
+        """Return the token counts, if they are asked for, and the end."""
+        return self.encoder.last_chunks(usage)
+
+    def body(self, choices: Sequence[ResponseChoice], usage: TotalUsage) -> ChatResponse:
+        """Return the whole response."""
+        return ChatResponse(
+            **self.head,
+            choices=[self._choice(choice, choice.output) for choice in choices],
+            usage=usage_info(usage),
+            prompt_token_ids=choices[0].prompt_ids if self.request.return_token_ids else msgspec.UNSET,
         )
 
-    def _usage(self, usages: list[Usage], answers: list[AnswerState]) -> UsageInfo:
-        reasoning = sum(answer.num_reasoning_tokens for answer in answers) if self.plan.reasons else None
-        return total_usage(usages, self.n, reasoning)
-
-    def _choice(self, index: int, parts: list[OutputDelta], answer: AnswerState) -> ChatChoice:
-        end = parts[-1]
-        assert end.finish_reason is not None
-        logprobs = None
-        if self.request.logprobs:
-            logprobs = ChatLogprobs([entry for part in parts for entry in self._logprobs(part).content])
+    def _choice(self, choice: ResponseChoice, output: ChoiceOutput) -> ChatChoice:
+        end, calls = output.delta, [part for part in output.parts if part.kind == "call"]
+        content, reasoning = _text(output.parts, "content"), _text(output.parts, "reasoning")
+        message = ChatMessage("assistant", content or (None if calls or reasoning else ""))
+        if self.plan.reasons and self.plan.shows_reasoning:
+            message.reasoning_content = reasoning
+        if calls:
+            arguments = {part.call: part.text for part in output.parts if part.kind == "arguments"}
+            message.tool_calls = [
+                ToolCall(part.call_id, FunctionCall(part.text, arguments.get(part.call, ""))) for part in calls
+            ]
         return ChatChoice(
-            index=index,
-            message=answer.message(),
-            logprobs=logprobs,
-            finish_reason=answer.finish_reason(end.finish_reason),
+            index=choice.index,
+            message=message,
+            logprobs=chat_logprobs(self.tokenizer, end.logprobs) if self.request.logprobs else None,
+            finish_reason=_finish_reason(choice, end),
             stop_reason=end.stop_reason,
             matched_stop=end.matched_stop,
-            token_ids=[token for part in parts for token in part.token_ids]
-            if self.request.return_token_ids
-            else msgspec.UNSET,
+            token_ids=end.token_ids if self.request.return_token_ids else msgspec.UNSET,
         )
 
-    def _logprobs(self, delta: OutputDelta) -> ChatLogprobs:
-        return chat_logprobs(self.tokenizer, delta.logprobs)
-
-    async def stream(self, generation: Generation, exchange: HttpExchange) -> None:
-        """Send server-sent events: the role, then parts of the message as they arrive, then the finish reason."""
-        head = {"id": self.response_id, "object": "chat.completion.chunk", "created": self.created, "model": self.model}
-        encoder = ChunkEncoder(
-            head | {"system_fingerprint": None},
-            num_choices=self.n,
-            before='"delta":{"content":',
-            after='},"logprobs":null,"finish_reason":null',
-            include_usage=self.request.include_usage,
-            prompt_tokens=[len(self.prompt_ids)] * self.n if self.request.continuous_usage else None,
-        )
-        plain = not self.request.logprobs and not self.request.return_token_ids
-        answers = [AnswerState(self.plan) for _ in range(self.n)]
-        opened: set[int] = set()
-        out = EventStream(exchange.send)
-
-        async def on_delta(index: int, delta: OutputDelta) -> None:
-            events = b""
-            if index not in opened:
-                opened.add(index)
-                opening = ChatChunkChoice(index=index, delta=ChatDelta(role="assistant", content=""))
-                events = encoder.choice_chunk(opening, self.prompt_ids if self.request.return_token_ids else None)
-            encoder.count_tokens(index, delta)
-            answer = answers[index]
-            added = answer.push(delta)
-            if added.reasoning_content or added.tool_calls or delta.finish_reason is not None or not plain:
-                if added != _NOTHING or delta.logprobs or delta.token_ids or delta.finish_reason is not None:
-                    events += encoder.choice_chunk(self._chunk(index, delta, added, answer))
-            elif added.content:
-                events += encoder.text_chunk(index, added.content)
-            if events:
-                await out.write(events)
-
-        async with out:
-            usages = await generation.run(on_delta)
-            end = encoder.usage_chunk(self._usage(usages, answers)) if self.request.include_usage else b""
-            await out.finish(end + DONE)
-
-    def _chunk(self, index: int, delta: OutputDelta, added: ChatDelta, answer: AnswerState) -> ChatChunkChoice:
+    def _chunk(self, choice: ResponseChoice, new: ChoiceOutput) -> ChatChunkChoice:
         """Return the new part of a choice. Its last text has the finish reason, as vLLM's clients expect."""
-        if added == _NOTHING and delta.finish_reason is None:
-            added.content = ""
-        choice = ChatChunkChoice(
-            index=index,
-            delta=added,
-            logprobs=self._logprobs(delta) if self.request.logprobs and delta.logprobs else None,
+        delta = new.delta
+        shaped = ChatChunkChoice(
+            index=choice.index,
+            delta=_chat_delta(new.parts) if new.parts or delta.finish_reason is not None else ChatDelta(content=""),
+            logprobs=chat_logprobs(self.tokenizer, delta.logprobs)
+            if self.request.logprobs and delta.logprobs
+            else None,
             token_ids=delta.token_ids if self.request.return_token_ids else msgspec.UNSET,
         )
         if delta.finish_reason is not None:
-            choice.finish_reason = answer.finish_reason(delta.finish_reason)
-            choice.stop_reason, choice.matched_stop = delta.stop_reason, delta.matched_stop
-        return choice
+            shaped.finish_reason = _finish_reason(choice, delta)
+            shaped.stop_reason, shaped.matched_stop = delta.stop_reason, delta.matched_stop
+        return shaped
+
+
+def _chat_delta(parts: Sequence[AnswerPart]) -> ChatDelta:
+    """Return parts of an answer as parts of a message."""
+    calls: list[CallDelta] = []
+    for part in parts:
+        if part.kind == "call":
+            calls.append(CallDelta(part.call, FunctionDelta("", part.text), part.call_id, "function"))
+        elif part.kind == "arguments":
+            if not calls or calls[-1].index != part.call:
+                calls.append(CallDelta(part.call, FunctionDelta("")))
+            calls[-1].function.arguments += part.text
+    content, reasoning = _text(parts, "content"), _text(parts, "reasoning")
+    return ChatDelta(content=content, reasoning_content=reasoning, tool_calls=calls or None)
+
+
+def _text(parts: Sequence[AnswerPart], kind: Kind) -> str | None:
+    texts = [part.text for part in parts if part.kind == kind]
+    return "".join(texts) if texts else None
+
+
+def _finish_reason(choice: ResponseChoice, end: OutputDelta) -> str:
+    """Return why an answer ended, as OpenAI says it."""
+    assert end.finish_reason is not None
+    asks = choice.reader is not None and choice.reader.asks_for_calls
+    return "tool_calls" if asks and end.finish_reason is FinishReason.STOP else end.finish_reason.value

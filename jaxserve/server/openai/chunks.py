@@ -9,64 +9,52 @@ from typing import Any
 
 import msgspec
 
-from jaxserve.server.openai.responses import UsageInfo
-from jaxserve.text.output import OutputDelta
+from jaxserve.server.generation.responder import ResponseChoice, TotalUsage
+from jaxserve.server.http.sse import DONE
+from jaxserve.server.openai.protocol import OpenAIFields
+from jaxserve.server.openai.responses import usage_info
 
 _encode = msgspec.json.Encoder().encode
 
 
 class ChunkEncoder:
-    """Encodes the `data: …` lines of one response. `before` and `after` are the JSON around a choice's text.
+    """Encodes the `data: …` lines of the response to `request`.
 
-    With `prompt_tokens` (one number per choice), every chunk has the token counts of its choice so far; `count_tokens`
-    keeps them.
+    `before` and `after` are the JSON around a choice's text. With `continuous_usage_stats`, every chunk has the token
+    counts of its choice so far.
     """
 
     def __init__(
-        self,
-        head: dict[str, Any],
-        *,
-        num_choices: int,
-        before: str,
-        after: str,
-        include_usage: bool,
-        prompt_tokens: list[int] | None = None,
+        self, request: OpenAIFields, head: dict[str, Any], *, kind: str, num_choices: int, before: str, after: str
     ) -> None:
-        opening = b"data: " + _encode(head)[:-1]
+        named = {"id": head["id"], "object": kind, **head, "system_fingerprint": None}
+        opening = b"data: " + _encode(named)[:-1]
+        self._include_usage = request.include_usage
+        self._continuous_usage = request.continuous_usage
         self._opening = opening + b',"choices":['
-        self._closing = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
-        self._before = [
-            self._opening + b'{"index":' + str(index).encode() + b"," + before.encode() for index in range(num_choices)
-        ]
+        self._closing = b'],"usage":null}\n\n' if request.include_usage else b"]}\n\n"
+        self._before = [self._opening + f'{{"index":{index},{before}'.encode() for index in range(num_choices)]
         self._after = after.encode() + b"}"
-        self._prompt_tokens = prompt_tokens
-        self._output_tokens = [0] * num_choices
         self._usage = opening + b',"choices":[],"usage":'
 
-    def count_tokens(self, index: int, delta: OutputDelta) -> None:
-        """Count the tokens of a choice's new output."""
-        self._output_tokens[index] += len(delta.token_ids)
-        if delta.usage is not None:
-            self._output_tokens[index] = delta.usage.completion_tokens
-
-    def text_chunk(self, index: int, text: str) -> bytes:
+    def text_chunk(self, choice: ResponseChoice, text: str) -> bytes:
         """Return a chunk with text only."""
-        return self._before[index] + _encode(text) + self._after + self._end(index)
+        return self._before[choice.index] + _encode(text) + self._after + self._end(choice)
 
-    def choice_chunk(self, choice: Any, prompt_ids: list[int] | None = None) -> bytes:
+    def choice_chunk(self, choice: ResponseChoice, shaped: Any, *, with_prompt: bool = False) -> bytes:
         """Return a chunk with a choice of any shape and, outside the choice, the ids of its prompt."""
-        if prompt_ids is None:
-            return self._opening + _encode(choice) + self._end(choice.index)
-        ids = b'],"prompt_token_ids":' + _encode(prompt_ids)
-        return self._opening + _encode(choice) + ids + self._end(choice.index).removeprefix(b"]")
+        if not with_prompt:
+            return self._opening + _encode(shaped) + self._end(choice)
+        ids = b'],"prompt_token_ids":' + _encode(choice.prompt_ids)
+        return self._opening + _encode(shaped) + ids + self._end(choice).removeprefix(b"]")
 
-    def usage_chunk(self, usage: UsageInfo) -> bytes:
-        """Return the chunk with the token counts and no choices."""
-        return self._usage + _encode(usage) + b"}\n\n"
+    def last_chunks(self, usage: TotalUsage) -> bytes:
+        """Return the end of a stream: the chunk with the token counts and no choices, if it is asked for."""
+        return (self._usage + _encode(usage_info(usage)) + b"}\n\n" if self._include_usage else b"") + DONE
 
-    def _end(self, index: int) -> bytes:
-        if self._prompt_tokens is None:
+    def _end(self, choice: ResponseChoice) -> bytes:
+        if not self._continuous_usage:
             return self._closing
-        prompt, output = self._prompt_tokens[index], self._output_tokens[index]
+        prompt, output = len(choice.prompt_ids), choice.num_tokens
         usage = {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
         return b'],"usage":' + _encode(usage) + b"}\n\n"

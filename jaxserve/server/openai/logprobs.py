@@ -6,14 +6,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from jaxserve.api_types import TokenLogprobs
+from jaxserve.server.generation.responder import LOGPROB_FLOOR
 from jaxserve.server.openai.responses import ChatLogprobs, ChatTokenLogprob, CompletionLogprobs, TopLogprob
 from jaxserve.text.detokenizer import IncrementalDetokenizer
 
 if TYPE_CHECKING:
     from jaxserve.text.tokenizers.tokenizer import Tokenizer
-
-# JSON has no infinity; OpenAI writes this instead.
-LOGPROB_FLOOR = -9999.0
 
 
 def prompt_logprobs(

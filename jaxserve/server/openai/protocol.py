@@ -1,21 +1,30 @@
 """The request bodies of `/v1/completions` and `/v1/chat/completions`, and their conversion to sampling parameters.
 
 A field is supported (it has a type here), inert (its value can't change the answer) or unsupported (most are in
-`unsupported_fields.py`). An unknown field is a 400 that suggests the nearest name. Owns shapes only.
+`generation/unsupported_fields.py`). An unknown field is a 400 that suggests the nearest name. Owns shapes only.
 """
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
 from jaxserve import api_types
 from jaxserve.errors import InvalidRequestError
+from jaxserve.server.generation.message_fields import (
+    CONTINUE_FINAL_MESSAGE,
+    Documents,
+    Messages,
+    ReasoningEffort,
+    TemplateArguments,
+)
+from jaxserve.server.generation.sampling_fields import sampling_params, with_shared_options
+from jaxserve.server.generation.structured_fields import StructuredFields
+from jaxserve.server.generation.tools import ToolChoice, Tools
 from jaxserve.server.http.fields import (
-    MAX_SEQUENCES,
-    TOKEN_KEY,
+    PROMPT_IDS,
+    PROMPT_TEXT,
     LogitBias,
     ModelName,
     Name,
@@ -32,26 +41,10 @@ from jaxserve.server.http.fields import (
     Text,
     TokenLimit,
     accepts_only,
-    bound_at_load,
     explicit_schema,
+    prompt_schema,
     refuse_unsupported_fields,
     requires,
-)
-from jaxserve.server.openai.message_fields import (
-    CONTINUE_FINAL_MESSAGE,
-    Documents,
-    Messages,
-    ReasoningEffort,
-    TemplateArguments,
-)
-from jaxserve.server.openai.structured_fields import StructuredFields
-from jaxserve.server.openai.tools import ToolChoice, Tools
-from jaxserve.text.stop_regex import check_patterns
-
-# Fields with the same name here and in `SamplingParams`.
-_SAMPLING_FIELDS = (
-    *("n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"),
-    *("min_tokens", "seed", "ignore_eos", "skip_special_tokens"),
 )
 
 
@@ -64,7 +57,17 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
 
 
-class SamplingFields(StructuredFields, kw_only=True, forbid_unknown_fields=True):
+@with_shared_options
+class _FirstFields(StructuredFields, kw_only=True, forbid_unknown_fields=True):
+    """The fields before the sampling options that all APIs share, in the order of `/openapi.json`."""
+
+    model: ModelName | None = None
+    max_tokens: TokenLimit | None = None
+    n: api_types.NumSamples | None = None
+    best_of: Annotated[api_types.NumSamples | None, explicit_schema({"enum": [None, 1]})] = None
+
+
+class OpenAIFields(_FirstFields, kw_only=True, forbid_unknown_fields=True):
     """The fields that completions and chat have in common. Null always means the default.
 
     Among waiting requests, a higher `priority` is served first; it may preempt a running request with a lower one.
@@ -74,17 +77,6 @@ class SamplingFields(StructuredFields, kw_only=True, forbid_unknown_fields=True)
 
     conditions: ClassVar[tuple[dict[str, Any], ...]] = (requires("stream_options", [None], "stream"),)
 
-    model: ModelName | None = None
-    max_tokens: TokenLimit | None = None
-    n: api_types.NumSamples | None = None
-    best_of: Annotated[api_types.NumSamples | None, explicit_schema({"enum": [None, 1]})] = None
-    temperature: api_types.Temperature | None = None
-    top_p: api_types.TopP | None = None
-    top_k: api_types.TopK | None = None
-    min_p: api_types.MinP | None = None
-    repetition_penalty: api_types.RepetitionPenalty | None = None
-    frequency_penalty: api_types.Penalty | None = None
-    presence_penalty: api_types.Penalty | None = None
     logit_bias: LogitBias | None = None
     min_tokens: TokenLimit | None = None
     seed: api_types.Seed | None = None
@@ -144,49 +136,17 @@ class SamplingFields(StructuredFields, kw_only=True, forbid_unknown_fields=True)
         self, *, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None = None
     ) -> api_types.SamplingParams:
         """Return the sampling parameters. Raises `InvalidRequestError` naming the field that is out of range."""
-        stop_regex = _as_tuple(self.stop_regex)
-        check_patterns(stop_regex)
-        given = {name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
-        return api_types.SamplingParams(
+        return sampling_params(
+            self,
             max_tokens=max_tokens,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
-            logit_bias=self._logit_bias(),
-            stop=_as_tuple(self.stop),
-            stop_regex=stop_regex,
-            stop_token_ids=tuple(self.stop_token_ids or ()),
-            include_stop_str_in_output=bool(self.include_stop_str_in_output or self.no_stop_trim),
-            **given,
+            include_stop=bool(self.include_stop_str_in_output or self.no_stop_trim),
+            names={},
         )
 
-    def _logit_bias(self) -> dict[int, float]:
-        for key in self.logit_bias or {}:
-            if not re.fullmatch(TOKEN_KEY, key):
-                raise InvalidRequestError(
-                    f"logit_bias keys must be token ids written as strings, got {key[:40]!r}", param="logit_bias"
-                )
-        return {int(key): value for key, value in (self.logit_bias or {}).items()}
 
-
-def _as_tuple(texts: str | list[str] | None) -> tuple[str, ...]:
-    return (texts,) if isinstance(texts, str) else tuple(texts or ())
-
-
-PROMPT_IDS = {
-    "type": "array",
-    "items": {"type": "integer", "minimum": 0, **bound_at_load("token_id")},
-    **bound_at_load("prompt_ids"),
-}
-PROMPT_TEXT = {"type": "string", "minLength": 1}
-
-
-def prompt_schema(*kinds: dict[str, Any]) -> msgspec.Meta:
-    """Return the schema of a prompt of one of these kinds, or of a list of prompts of one kind."""
-    listed = [{"type": "array", "items": kind, "minItems": 1, "maxItems": MAX_SEQUENCES} for kind in kinds]
-    return explicit_schema({"anyOf": [*kinds, *listed]})
-
-
-class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
+class CompletionRequest(OpenAIFields, kw_only=True, forbid_unknown_fields=True):
     """The body of `/v1/completions`. `logprobs` is the number of alternatives, 0 to 20 (OpenAI's limit is 5)."""
 
     prompt: Annotated[str | list[str | int | list[int]], prompt_schema(PROMPT_TEXT, PROMPT_IDS)]
@@ -198,7 +158,7 @@ class CompletionRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True
     prompt_embeds: Null = None
 
 
-class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
+class ChatRequest(OpenAIFields, kw_only=True, forbid_unknown_fields=True):
     """The body of `/v1/chat/completions`.
 
     `reasoning_effort` is passed to the chat template, or switches its `enable_thinking`; where the template reads
@@ -207,7 +167,7 @@ class ChatRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     """
 
     conditions: ClassVar[tuple[dict[str, Any], ...]] = (
-        *SamplingFields.conditions,
+        *OpenAIFields.conditions,
         {
             "anyOf": [
                 {"properties": {"tool_choice": {"enum": [None, "none", "auto"]}}},

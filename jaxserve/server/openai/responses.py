@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from jaxserve.api_types import Usage
+from jaxserve.server.generation.responder import TotalUsage
 
 
 class PromptTokensDetails(msgspec.Struct):
@@ -31,18 +31,14 @@ class UsageInfo(msgspec.Struct):
     completion_tokens_details: CompletionTokensDetails | msgspec.UnsetType = msgspec.UNSET
 
 
-def total_usage(usages: list[Usage], n: int, reasoning_tokens: int | None = None) -> UsageInfo:
-    """Return the counts of a request from those of its sequences, in the order of the choices, `n` per prompt."""
-    prompts = usages[::n]
-    prompt_tokens = sum(usage.prompt_tokens for usage in prompts)
-    completion_tokens = sum(usage.completion_tokens for usage in usages)
-    cached = sum(usage.cached_tokens for usage in prompts)
+def usage_info(usage: TotalUsage) -> UsageInfo:
+    """Return the token counts of a request in OpenAI's shape."""
     return UsageInfo(
-        prompt_tokens,
-        completion_tokens,
-        prompt_tokens + completion_tokens,
-        PromptTokensDetails(cached),
-        msgspec.UNSET if reasoning_tokens is None else CompletionTokensDetails(reasoning_tokens),
+        usage.prompt_tokens,
+        usage.completion_tokens,
+        usage.prompt_tokens + usage.completion_tokens,
+        PromptTokensDetails(usage.cached_tokens),
+        msgspec.UNSET if usage.reasoning_tokens is None else CompletionTokensDetails(usage.reasoning_tokens),
     )
 
 

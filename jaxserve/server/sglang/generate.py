@@ -5,54 +5,33 @@ Owns the shape of its outputs. The response to a list of prompts, or to `n` abov
 
 from __future__ import annotations
 
-import time
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from jaxserve.api_types import FinishReason, SamplingParams, TokenLogprobs
 from jaxserve.errors import InvalidRequestError
-from jaxserve.server.generation.generation import Generation
-from jaxserve.server.generation.prompts import (
-    check_prompt,
-    compile_grammar,
-    encode_texts,
-    engine_requests,
-    max_output_tokens,
-    split_prompts,
+from jaxserve.server.generation.engine_requests import compile_grammar, engine_requests
+from jaxserve.server.generation.prompts import max_output_tokens, read_prompts
+from jaxserve.server.generation.responder import (
+    LOGPROB_FLOOR,
+    ChoiceOutput,
+    ResponseChoice,
+    TotalUsage,
+    respond,
 )
+from jaxserve.server.generation.structured_fields import structured_outputs
 from jaxserve.server.http.exchange import HttpExchange
-from jaxserve.server.http.sse import EventStream
-from jaxserve.server.openai.logprobs import LOGPROB_FLOOR
-from jaxserve.server.openai.structured_fields import structured_outputs
+from jaxserve.server.http.sse import DONE
 from jaxserve.server.server_state import LoadedModel, ServerState
 from jaxserve.server.sglang.generate_protocol import GenerateOutput, GenerateRequest, GenerateSampling, MetaInfo
 from jaxserve.text.output import OutputDelta
 from jaxserve.text.tokenizers.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 128
-
-
-@dataclass
-class _Output:
-    """One sequence, the id that clients know it by, and its output so far."""
-
-    id: str
-    prompt_ids: list[int]
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
-    last: OutputDelta | None = None
-
-    def push(self, delta: OutputDelta) -> None:
-        self.text += delta.text
-        self.token_ids += delta.token_ids
-        self.logprobs += delta.logprobs
-        self.prompt_logprobs += delta.prompt_logprobs or []
-        self.last = delta
 
 
 async def generate(state: ServerState, exchange: HttpExchange, request: GenerateRequest) -> None:
@@ -82,16 +61,12 @@ async def generate(state: ServerState, exchange: HttpExchange, request: Generate
     requests = engine_requests(loaded, response_id, prompts, samplings, of_prompts, request)
     n = len(requests) // len(prompts)
     ids = [name for rid in prompt_rids for name in _numbered(rid, n)] or _numbered(response_id, len(requests))
-    outputs = [_Output(name, sequence.prompt_ids) for name, sequence in zip(ids, requests, strict=True)]
-    generation = Generation(state, loaded, requests, exchange.arrival)
-    responder = _GenerateResponder(loaded.tokenizer, request, outputs, exchange.arrival)
     parts: dict[str, tuple[int, ...]] = {name: (index,) for index, name in enumerate(ids)}
     parts |= {rid: tuple(range(number * n, number * n + n)) for number, rid in enumerate(prompt_rids)}
-    with state.abortable((response_id, exchange.request_id), generation, parts):
-        if request.stream:
-            await responder.stream(generation, exchange)
-        else:
-            await responder.respond(generation, exchange, as_list=is_list or len(outputs) > 1)
+    shape = _GenerateShape(loaded.tokenizer, request, ids, is_list or len(ids) > 1, exchange.arrival)
+    await respond(
+        state, loaded, exchange, requests, shape, stream=bool(request.stream), ids=(response_id,), parts=parts
+    )
 
 
 def _prompt_rids(request: GenerateRequest, num_prompts: int) -> list[str]:
@@ -118,11 +93,7 @@ async def _prompts(
     given, param = (request.text, "text") if request.input_ids is None else (request.input_ids, "input_ids")
     if given is None or (request.text is not None and request.input_ids is not None):
         raise InvalidRequestError("Give one of text and input_ids", param="text")
-    texts, prompts = split_prompts(given, _num_samples(request), loaded.engine.info, param=param)
-    if texts:
-        prompts = await encode_texts(state, loaded, texts, add_special_tokens=True, param=param)
-    for prompt in prompts:
-        check_prompt(prompt, loaded.engine.info, param=param)
+    _, prompts = await read_prompts(state, loaded, given, _num_samples(request), add_special_tokens=True, param=param)
     return prompts, param, isinstance(given, list) and not isinstance(given[0], int)
 
 
@@ -145,63 +116,57 @@ def _sampling(
 
 
 @dataclass
-class _GenerateResponder:
-    """Sends one response, whole or streamed."""
+class _GenerateShape:
+    """The shape of a response. `ids` are those of the outputs."""
 
     tokenizer: Tokenizer
     request: GenerateRequest
-    outputs: list[_Output]
+    ids: list[str]
+    is_list: bool
     arrival: float
+    shows_all = True
 
-    async def respond(self, generation: Generation, exchange: HttpExchange, *, as_list: bool) -> None:
-        """Send one JSON response when all sequences have ended."""
-        ends: dict[int, GenerateOutput] = {}
+    def opening(self, choice: ResponseChoice) -> bytes:
+        """Return nothing."""
+        return b""
 
-        async def on_delta(index: int, delta: OutputDelta) -> None:
-            self.outputs[index].push(delta)
-            if delta.finish_reason is not None:
-                ends[index] = self._shape(index)
+    def event(self, choice: ResponseChoice, new: ChoiceOutput) -> bytes:
+        """Return an event with all of the output so far."""
+        if not (new.delta.text or new.delta.token_ids or new.delta.finish_reason is not None):
+            return b""
+        shaped = self._output(choice)
+        if len(self.ids) > 1:
+            shaped.index = choice.index
+        return b"data: " + msgspec.json.encode(shaped) + b"\n\n"
 
-        await generation.run(on_delta)
-        await exchange.respond([ends[index] for index in range(len(ends))] if as_list else ends[0])
+    def last_events(self, usage: TotalUsage) -> bytes:
+        """Return the end."""
+        return DONE
 
-    async def stream(self, generation: Generation, exchange: HttpExchange) -> None:
-        """Send server-sent events as tokens arrive."""
-        out = EventStream(exchange.send)
+    def body(self, choices: Sequence[ResponseChoice], usage: TotalUsage) -> list[GenerateOutput] | GenerateOutput:
+        """Return the whole response."""
+        shaped = [self._output(choice) for choice in choices]
+        return shaped if self.is_list else shaped[0]
 
-        async def on_delta(index: int, delta: OutputDelta) -> None:
-            self.outputs[index].push(delta)
-            if delta.text or delta.token_ids or delta.finish_reason is not None:
-                shaped = self._shape(index)
-                if len(self.outputs) > 1:
-                    shaped.index = index
-                await out.write(b"data: " + msgspec.json.encode(shaped) + b"\n\n")
-
-        async with out:
-            await generation.run(on_delta)
-            await out.finish()
-
-    def _shape(self, index: int) -> GenerateOutput:
-        output = self.outputs[index]
-        last = output.last
-        usage = None if last is None else last.usage
+    def _output(self, choice: ResponseChoice) -> GenerateOutput:
+        output = choice.output.delta
         meta = MetaInfo(
-            id=output.id,
+            id=self.ids[choice.index],
             finish_reason=_finish_reason(output),
-            prompt_tokens=len(output.prompt_ids),
-            completion_tokens=len(output.token_ids) if usage is None else usage.completion_tokens,
+            prompt_tokens=len(choice.prompt_ids),
+            completion_tokens=choice.num_tokens,
         )
-        if usage is not None:
-            meta.cached_tokens = usage.cached_tokens
-            meta.e2e_latency = time.perf_counter() - self.arrival
+        if output.usage is not None:
+            meta.cached_tokens = output.usage.cached_tokens
+            meta.e2e_latency = choice.seconds - self.arrival
         if self.request.return_logprob:
-            self._add_logprobs(meta, output)
+            self._add_logprobs(meta, choice.prompt_ids, output)
         return GenerateOutput(output.text, output.token_ids, meta)
 
-    def _add_logprobs(self, meta: MetaInfo, output: _Output) -> None:
+    def _add_logprobs(self, meta: MetaInfo, prompt_ids: list[int], output: OutputDelta) -> None:
         start = self.request.first_logprob
-        entries = [] if start is None else output.prompt_logprobs[start:]
-        ids = output.prompt_ids[len(output.prompt_ids) - len(entries) :]
+        entries = [] if start is None else (output.prompt_logprobs or [])[start:]
+        ids = prompt_ids[len(prompt_ids) - len(entries) :]
         meta.input_token_logprobs = [
             self._named(token, None if entry is None else entry.logprob) for token, entry in zip(ids, entries)
         ]
@@ -218,13 +183,12 @@ class _GenerateResponder:
         return None if logprob is None else max(logprob, LOGPROB_FLOOR), token, text
 
 
-def _finish_reason(output: _Output) -> dict[str, Any] | None:
-    last = output.last
-    if last is None or last.finish_reason is None:
-        return None
-    match last.finish_reason:
+def _finish_reason(output: OutputDelta) -> dict[str, Any] | None:
+    match output.finish_reason:
+        case None:
+            return None
         case FinishReason.STOP:
-            return {"type": "stop", "matched": last.matched_stop}
+            return {"type": "stop", "matched": output.matched_stop}
         case FinishReason.LENGTH:
             return {"type": "length", "length": len(output.token_ids)}
         case other:

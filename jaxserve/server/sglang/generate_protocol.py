@@ -8,8 +8,13 @@ import msgspec
 
 from jaxserve import api_types
 from jaxserve.errors import InvalidRequestError
+from jaxserve.server.generation.sampling_fields import sampling_params, with_shared_options
+from jaxserve.server.generation.structured_fields import StructuredSamplingFields
+from jaxserve.server.generation.unsupported_fields import UnsupportedGenerateFields
 from jaxserve.server.http.fields import (
     MAX_SEQUENCES,
+    PROMPT_IDS,
+    PROMPT_TEXT,
     LogitBias,
     ModelName,
     Name,
@@ -20,35 +25,31 @@ from jaxserve.server.http.fields import (
     Text,
     TokenLimit,
     one_of,
+    prompt_schema,
     refuse_unsupported_fields,
     requires,
 )
-from jaxserve.server.openai.protocol import PROMPT_IDS, PROMPT_TEXT, SamplingFields, prompt_schema
-from jaxserve.server.openai.structured_fields import StructuredSamplingFields
-from jaxserve.server.openai.unsupported_fields import UnsupportedGenerateFields, UnsupportedSamplingFields
 
-# SGLang's field names, and their names in `SamplingFields`.
-_OPENAI_NAMES = {
-    "max_new_tokens": "max_tokens",
-    "min_new_tokens": "min_tokens",
-    "sampling_seed": "seed",
-    "no_stop_trim": "include_stop_str_in_output",
+# What fields of `SamplingParams` are called here
+_NAMES = {
+    "max_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "seed": "sampling_seed",
 }
 
 
-class GenerateSampling(StructuredSamplingFields, kw_only=True, forbid_unknown_fields=True):
-    """The object `sampling_params`. Null always means the default."""
+@with_shared_options
+class _FirstSamplingFields(StructuredSamplingFields, kw_only=True, forbid_unknown_fields=True):
+    """The fields before the sampling options that all APIs share, in the order of `/openapi.json`."""
 
     max_new_tokens: TokenLimit | None = None
     min_new_tokens: TokenLimit | None = None
     n: api_types.NumSamples | None = None
-    temperature: api_types.Temperature | None = None
-    top_p: api_types.TopP | None = None
-    top_k: api_types.TopK | None = None
-    min_p: api_types.MinP | None = None
-    repetition_penalty: api_types.RepetitionPenalty | None = None
-    frequency_penalty: api_types.Penalty | None = None
-    presence_penalty: api_types.Penalty | None = None
+
+
+class GenerateSampling(_FirstSamplingFields, kw_only=True, forbid_unknown_fields=True):
+    """The object `sampling_params`. Null always means the default."""
+
     logit_bias: LogitBias | None = None
     stop: StopStrings | None = None
     stop_regex: StopPatterns | None = None
@@ -62,17 +63,17 @@ class GenerateSampling(StructuredSamplingFields, kw_only=True, forbid_unknown_fi
         self, where: str, *, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None
     ) -> api_types.SamplingParams:
         """Return the sampling parameters. Raises `InvalidRequestError` naming the field that is out of range."""
-        given = {
-            _OPENAI_NAMES.get(name, name): getattr(self, name)
-            for name in self.__struct_fields__
-            if name not in UnsupportedSamplingFields.__struct_fields__
-        }
         try:
-            fields = SamplingFields(**given)
-            return fields.sampling(max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+            return sampling_params(
+                self,
+                max_tokens=max_tokens,
+                logprobs=logprobs,
+                prompt_logprobs=prompt_logprobs,
+                include_stop=bool(self.no_stop_trim),
+                names=_NAMES,
+            )
         except InvalidRequestError as error:
-            ours = {other: name for name, other in _OPENAI_NAMES.items()}
-            name = ours.get(error.param or "", error.param or "")
+            name = _NAMES.get(error.param or "", error.param or "")
             message = str(error).replace(error.param or name, name, 1)
             raise InvalidRequestError(f"{where}.{message}", param=f"{where}.{name}") from error
 

@@ -7,7 +7,10 @@ from typing import Any, ClassVar
 import msgspec
 
 from jaxserve.errors import InvalidRequestError
+from jaxserve.server.generation.chat_messages import render_prompt
+from jaxserve.server.generation.message_fields import CONTINUE_FINAL_MESSAGE, Documents, Messages, TemplateArguments
 from jaxserve.server.generation.prompts import encode_texts, run_off_event_loop
+from jaxserve.server.generation.tools import Tools, tool_use
 from jaxserve.server.http.exchange import HttpExchange
 from jaxserve.server.http.fields import (
     ModelName,
@@ -19,9 +22,6 @@ from jaxserve.server.http.fields import (
     one_of,
     refuse_unsupported_fields,
 )
-from jaxserve.server.openai.chat_messages import render_prompt
-from jaxserve.server.openai.message_fields import CONTINUE_FINAL_MESSAGE, Documents, Messages, TemplateArguments
-from jaxserve.server.openai.tools import Tools, tool_use
 from jaxserve.server.server_state import ServerState
 from jaxserve.text.requests import check_ids
 

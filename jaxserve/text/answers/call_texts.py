@@ -1,15 +1,10 @@
-"""How each model writes calls of tools: the texts around calls and in them."""
+"""The texts around calls of tools and in them: what such a form consists of, and calls written in one."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
-
-from jaxserve.text.answers import gemma4
-from jaxserve.text.answers.markup_calls import GLM45, MINIMAX_M2, QWEN3_CODER, SEED_OSS
-
-HERMES = "hermes"
 
 
 class ParameterText(NamedTuple):
@@ -32,7 +27,7 @@ class CallText(NamedTuple):
     `end`, with `between` from one call to the next; then `closing`.
 
     Arguments are JSON, or written as `parameters`. A call is read wherever one of `marks` is, or where the answer
-    begins as the regular expression `answer` says.
+    begins as the regular expression `answer` says. `example` says how to read an example of a call.
     """
 
     opening: str
@@ -44,73 +39,10 @@ class CallText(NamedTuple):
     marks: tuple[str, ...] = ()
     answer: str = ""
     parameters: ParameterText | None = None
+    example: str = "like this"
 
 
 CALL_LIST = CallText("[", '{"name": "', '", "arguments": ', "}", ", ", "]")
-_FUNCTION_STOPS = ("</parameter>", "<parameter=", "</function>")
-_PYTHON = ParameterText("", "=", "", ", ")
-CALL_TEXTS = {
-    HERMES: CallText("", '<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", "\n", "", ("<tool_call>",)),
-    "granite": CALL_LIST._replace(opening="<|tool_call|>[", marks=("<|tool_call|>", "<tool_call>")),
-    "phi4_mini_json": CALL_LIST._replace(
-        opening="<|tool_call|>[", closing="]<|/tool_call|>", marks=("<|tool_call|>", "functools")
-    ),
-    "mistral": CALL_LIST._replace(opening="[TOOL_CALLS][", marks=("[TOOL_CALLS]",)),
-    "deepseek_v3": CallText(
-        "<｜tool▁calls▁begin｜>",
-        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
-        "\n```json\n",
-        "\n```<｜tool▁call▁end｜>",
-        "\n",
-        "<｜tool▁calls▁end｜>",
-        ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
-    ),
-    "llama3_json": CALL_LIST._replace(
-        opening="", middle='", "parameters": ', between="; ", closing="", answer=r"(<\|python_tag\|>)?\s*[\[{]"
-    ),
-    "pythonic": CallText(
-        *("[", "", "(", ")", ", ", "]"),
-        answer=r"(<\|python_start\|>)?\s*\[",
-        parameters=_PYTHON,
-    ),
-    "olmo3": CallText(
-        *("<function_calls>", "", "(", ")", "\n", "</function_calls>"),
-        marks=("<function_calls>",),
-        parameters=_PYTHON,
-    ),
-    "gemma4": CallText(
-        *("", f"{gemma4.BEGIN}call:", "{", f"}}{gemma4.END}", "", ""),
-        marks=(gemma4.BEGIN,),
-        parameters=ParameterText("", ":", "", ",", stops=(gemma4.QUOTE, gemma4.END), quote=gemma4.QUOTE),
-    ),
-    "qwen3_coder": CallText(
-        *("", "<tool_call>\n<function=", ">\n", "</function>\n</tool_call>", "\n", ""),
-        marks=QWEN3_CODER.begins,
-        parameters=ParameterText("<parameter=", ">\n", "\n</parameter>\n", stops=(*_FUNCTION_STOPS, "</tool_call>")),
-    ),
-    "seed_oss": CallText(
-        *("", "<seed:tool_call>\n<function=", ">\n", "</function>\n</seed:tool_call>", "\n", ""),
-        marks=SEED_OSS.begins,
-        parameters=ParameterText("<parameter=", ">", "</parameter>\n", stops=(*_FUNCTION_STOPS, "</seed:tool_call>")),
-    ),
-    "minimax_m2": CallText(
-        *("<minimax:tool_call>\n", '<invoke name="', '">\n', "</invoke>\n", "", "</minimax:tool_call>"),
-        marks=MINIMAX_M2.begins,
-        parameters=ParameterText(
-            '<parameter name="',
-            '">',
-            "</parameter>\n",
-            stops=("</parameter>", "<parameter name=", "</invoke>", "</minimax:tool_call>"),
-        ),
-    ),
-    "glm45": CallText(
-        *("", "<tool_call>", "\n", "</tool_call>", "\n", ""),
-        marks=GLM45.begins,
-        parameters=ParameterText(
-            "<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n", stops=("</arg_value>", "</tool_call>")
-        ),
-    ),
-}
 
 
 def written(form: CallText, calls: Sequence[tuple[str, Mapping[str, Any] | str]]) -> str:

@@ -1,147 +1,286 @@
-"""The formats by name, as vLLM and SGLang call them, and which one a chat template is written for."""
+"""The formats in which models write calls of tools and reasoning, one record each, and which ones a template is for.
+
+A new format is a row in one of the two tables and, where it reads differently, a reader. The names are vLLM's and
+SGLang's.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxserve.errors import ConfigError
-from jaxserve.text.answers.call_texts import HERMES
-from jaxserve.text.answers.gemma4 import gemma4
+from jaxserve.text.answers import gemma4
+from jaxserve.text.answers.call_texts import CALL_LIST, CallText, ParameterText
 from jaxserve.text.answers.harmony import harmony
 from jaxserve.text.answers.json_calls import bare_json, deepseek_v3, marked_json, mistral
 from jaxserve.text.answers.markup_calls import GLM45, MINIMAX_M2, QWEN3_CODER, SEED_OSS, markup
 from jaxserve.text.answers.pythonic import olmo3, pythonic
 from jaxserve.text.answers.reader import Format
-from jaxserve.text.answers.reasoning import GEMMA_THOUGHT, GRANITE, SEED_THINK, THINK, Thinking
-from jaxserve.text.tokenizers.tokenizer import Tokenizer
+from jaxserve.text.answers.reasoning import GEMMA_THOUGHT, GRANITE, SEED_THINK, THINK, Thinking, thinking
 
-HARMONY = "gpt_oss"
+if TYPE_CHECKING:
+    from jaxserve.text.tokenizers.tokenizer import Tokenizer
 
-_GRANITE_CALLS = ("<|tool_call|>", "<tool_call>")
-_CALLS: dict[str, Callable[[Mapping[str, Any]], Format]] = {
-    "hermes": lambda _: marked_json(("<tool_call>",), "</tool_call>"),
-    "granite": lambda _: marked_json(_GRANITE_CALLS, "</tool_call>"),
-    "phi4_mini_json": lambda _: marked_json(("<|tool_call|>", "functools"), "<|/tool_call|>"),
-    "mistral": lambda _: mistral,
-    "deepseek_v3": lambda _: deepseek_v3,
-    "llama3_json": bare_json,
-    "pythonic": pythonic,
-    "olmo3": lambda _: olmo3,
-    "gemma4": lambda _: gemma4,
-    "qwen3_coder": functools.partial(markup, QWEN3_CODER),
-    "seed_oss": functools.partial(markup, SEED_OSS),
-    "minimax_m2": functools.partial(markup, MINIMAX_M2),
-    "glm45": functools.partial(markup, GLM45),
-    HARMONY: lambda _: harmony,
-}
-_REASONING: dict[str, Thinking | None] = {
-    "deepseek_r1": THINK,
-    "qwen3": THINK,
-    "glm45": THINK,
-    "minimax_m2": THINK,
-    "seed_oss": SEED_THINK,
-    "granite": GRANITE,
-    "gemma4": GEMMA_THOUGHT,
-    HARMONY: None,
-}
-# Other names of the same formats, after "-" has become "_".
-_CALL_NAMES = {
-    **dict.fromkeys(("qwen", "qwen25", "qwen3", "exaone", "smollm3"), HERMES),
-    **dict.fromkeys(("llama3", "llama4_json"), "llama3_json"),
-    **dict.fromkeys(("llama4_pythonic", "llama4"), "pythonic"),
-    **dict.fromkeys(("deepseekv3", "deepseek_v31", "deepseekv31"), "deepseek_v3"),
-    **dict.fromkeys(("qwen3_xml", "qwen_xml"), "qwen3_coder"),
-    **dict.fromkeys(("glm", "glm4", "glm4_moe", "glm47"), "glm45"),
-    **dict.fromkeys(("openai", "harmony"), HARMONY),
-    "minimax": "minimax_m2",
-    "phi4_mini": "phi4_mini_json",
-}
-_REASONING_NAMES = {
-    **dict.fromkeys(("deepseek_v3", "deepseek_v31", "deepseekv3", "think"), "deepseek_r1"),
-    **dict.fromkeys(("qwen3_thinking", "smollm3", "exaone4"), "qwen3"),
-    **dict.fromkeys(("glm", "glm4", "glm4_moe", "glm47"), "glm45"),
-    **dict.fromkeys(("openai_gptoss", "harmony"), HARMONY),
-    **dict.fromkeys(("minimax", "minimax_m2_append_think"), "minimax_m2"),
-}
-# What a template contains that is written for a format; the first that is found counts.
-_CALLS_BY_MARK = {
-    "<|channel|>": HARMONY,
-    "<minimax:tool_call>": "minimax_m2",
-    "<seed:tool_call>": "seed_oss",
-    "<arg_key>": "glm45",
-    "<function=": "qwen3_coder",
-    "[TOOL_CALLS]": "mistral",
-    "<｜tool▁call▁begin｜>": "deepseek_v3",
-    "<|/tool_call|>": "phi4_mini_json",
-    "<|tool_call|>": "granite",
-    "<tool_call>": HERMES,
-    "<|tool_call>": "gemma4",
-    "<function_calls>": "olmo3",
-    "<|python_start|>": "pythonic",
-    "func_name1(": "pythonic",
-    "<|python_tag|>": "llama3_json",
-    "Environment: ipython": "llama3_json",
-}
-_REASONING_BY_MARK = {
-    "<|channel|>": HARMONY,
-    "<|channel>": "gemma4",
-    "<seed:think>": "seed_oss",
-    "</think>": "deepseek_r1",
-    "<think>": "deepseek_r1",
-    "Here is my thought process:": "granite",
-}
+
+@dataclass(frozen=True)
+class CallFormat:
+    """How a model writes calls: `text` has the texts of a call, and `read` returns the reader of calls of some tools,
+    JSON schemas of the parameters by function.
+
+    `others` are other names of the format, after "-" has become "_". A template that contains one of `in_templates` is
+    written for it. `short_ids`: templates want ids of nine characters. Without `text`, calls are messages in channels.
+    """
+
+    name: str
+    text: CallText | None
+    read: Callable[[Mapping[str, Any]], Format]
+    in_templates: tuple[str, ...]
+    others: tuple[str, ...] = ()
+    short_ids: bool = False
+
+    @property
+    def in_channels(self) -> bool:
+        """Whether calls are messages in channels."""
+        return self.text is None
+
+    @property
+    def shown(self) -> CallText:
+        """The form of calls in texts, for a template that knows no tools."""
+        return self.text or _HERMES
+
+    @property
+    def held(self) -> CallText:
+        """The form of calls in an answer that has nothing else: the model's own, or JSON."""
+        return CALL_LIST if self.text is None or self.text.parameters is not None else self.text
+
+    @property
+    def free(self) -> CallText:
+        """The form of calls in an answer that may have none: the model's own, outside of channels."""
+        assert self.text is not None
+        return self.text
+
+
+@dataclass(frozen=True)
+class ReasoningFormat:
+    """How a model writes reasoning: between `marks`, or in a channel if there are none. Else as in `CallFormat`."""
+
+    name: str
+    marks: Thinking | None
+    in_templates: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
+
+    @property
+    def in_channels(self) -> bool:
+        """Whether reasoning is a message in a channel."""
+        return self.marks is None
+
+    def read(self, *, inside: bool) -> Format:
+        """Return the reader of an answer that begins with reasoning, or not, or `inside` of it."""
+        return harmony if self.marks is None else thinking(self.marks, inside=inside)
+
+
+def _json_calls(name: str, text: CallText, end: str, *in_templates: str, others: tuple[str, ...] = ()) -> CallFormat:
+    return CallFormat(name, text, lambda _: marked_json(text.marks, end), in_templates, others)
+
+
+_CHANNEL_CALLS = CallFormat("gpt_oss", None, lambda _: harmony, ("<|channel|>",), ("openai", "harmony"))
+_CHANNELS = ReasoningFormat("gpt_oss", None, ("<|channel|>",), ("openai_gptoss", "harmony"))
+_PYTHON = ParameterText("", "=", "", ", ")
+_FUNCTION_STOPS = ("</parameter>", "<parameter=", "</function>")
+_HERMES = CallText(
+    *("", '<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", "\n", ""),
+    marks=("<tool_call>",),
+    example="as a JSON object between two tags, for each call anew",
+)
+DEFAULT_CALLS = _json_calls(
+    "hermes", _HERMES, "</tool_call>", "<tool_call>", others=("qwen", "qwen25", "qwen3", "exaone", "smollm3")
+)
+"""The format of calls for a template that knows none."""
+# Both in the order in which a template is searched for their marks.
+_CALLS = (
+    _CHANNEL_CALLS,
+    CallFormat(
+        "minimax_m2",
+        CallText(
+            *("<minimax:tool_call>\n", '<invoke name="', '">\n', "</invoke>\n", "", "</minimax:tool_call>"),
+            marks=MINIMAX_M2.begins,
+            parameters=ParameterText(
+                *('<parameter name="', '">', "</parameter>\n"),
+                stops=("</parameter>", "<parameter name=", "</invoke>", "</minimax:tool_call>"),
+            ),
+        ),
+        functools.partial(markup, MINIMAX_M2),
+        ("<minimax:tool_call>",),
+        ("minimax",),
+    ),
+    CallFormat(
+        "seed_oss",
+        CallText(
+            *("", "<seed:tool_call>\n<function=", ">\n", "</function>\n</seed:tool_call>", "\n", ""),
+            marks=SEED_OSS.begins,
+            parameters=ParameterText(
+                "<parameter=", ">", "</parameter>\n", stops=(*_FUNCTION_STOPS, "</seed:tool_call>")
+            ),
+        ),
+        functools.partial(markup, SEED_OSS),
+        ("<seed:tool_call>",),
+    ),
+    CallFormat(
+        "glm45",
+        CallText(
+            *("", "<tool_call>", "\n", "</tool_call>", "\n", ""),
+            marks=GLM45.begins,
+            parameters=ParameterText(
+                "<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n", stops=("</arg_value>", "</tool_call>")
+            ),
+        ),
+        functools.partial(markup, GLM45),
+        ("<arg_key>",),
+        ("glm", "glm4", "glm4_moe", "glm47"),
+    ),
+    CallFormat(
+        "qwen3_coder",
+        CallText(
+            *("", "<tool_call>\n<function=", ">\n", "</function>\n</tool_call>", "\n", ""),
+            marks=QWEN3_CODER.begins,
+            parameters=ParameterText(
+                "<parameter=", ">\n", "\n</parameter>\n", stops=(*_FUNCTION_STOPS, "</tool_call>")
+            ),
+        ),
+        functools.partial(markup, QWEN3_CODER),
+        ("<function=",),
+        ("qwen3_xml", "qwen_xml"),
+    ),
+    CallFormat(
+        "mistral",
+        CALL_LIST._replace(opening="[TOOL_CALLS][", marks=("[TOOL_CALLS]",)),
+        lambda _: mistral,
+        ("[TOOL_CALLS]",),
+        short_ids=True,
+    ),
+    CallFormat(
+        "deepseek_v3",
+        CallText(
+            *("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>", "\n```json\n"),
+            *("\n```<｜tool▁call▁end｜>", "\n", "<｜tool▁calls▁end｜>"),
+            marks=("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
+        ),
+        lambda _: deepseek_v3,
+        ("<｜tool▁call▁begin｜>",),
+        ("deepseekv3", "deepseek_v31", "deepseekv31"),
+    ),
+    _json_calls(
+        "phi4_mini_json",
+        CALL_LIST._replace(opening="<|tool_call|>[", closing="]<|/tool_call|>", marks=("<|tool_call|>", "functools")),
+        "<|/tool_call|>",
+        "<|/tool_call|>",
+        others=("phi4_mini",),
+    ),
+    _json_calls(
+        "granite",
+        CALL_LIST._replace(opening="<|tool_call|>[", marks=("<|tool_call|>", "<tool_call>")),
+        *("</tool_call>", "<|tool_call|>"),
+    ),
+    DEFAULT_CALLS,
+    CallFormat(
+        "gemma4",
+        CallText(
+            *("", f"{gemma4.BEGIN}call:", "{", f"}}{gemma4.END}", "", ""),
+            marks=(gemma4.BEGIN,),
+            parameters=ParameterText("", ":", "", ",", stops=(gemma4.QUOTE, gemma4.END), quote=gemma4.QUOTE),
+        ),
+        lambda _: gemma4.gemma4,
+        (gemma4.BEGIN,),
+    ),
+    CallFormat(
+        "olmo3",
+        CallText(
+            *("<function_calls>", "", "(", ")", "\n", "</function_calls>"),
+            marks=("<function_calls>",),
+            parameters=_PYTHON,
+        ),
+        lambda _: olmo3,
+        ("<function_calls>",),
+    ),
+    CallFormat(
+        "pythonic",
+        CallText(*("[", "", "(", ")", ", ", "]"), answer=r"(<\|python_start\|>)?\s*\[", parameters=_PYTHON),
+        pythonic,
+        ("<|python_start|>", "func_name1("),
+        ("llama4_pythonic", "llama4"),
+    ),
+    CallFormat(
+        "llama3_json",
+        CallText(*("", '{"name": "', '", "parameters": ', "}", "; ", ""), answer=r"(<\|python_tag\|>)?\s*[\[{]"),
+        bare_json,
+        ("<|python_tag|>", "Environment: ipython"),
+        ("llama3", "llama4_json"),
+    ),
+)
+_REASONING = (
+    _CHANNELS,
+    ReasoningFormat("gemma4", GEMMA_THOUGHT, ("<|channel>",)),
+    ReasoningFormat("seed_oss", SEED_THINK, ("<seed:think>",)),
+    ReasoningFormat(
+        "deepseek_r1", THINK, ("</think>", "<think>"), ("deepseek_v3", "deepseek_v31", "deepseekv3", "think")
+    ),
+    ReasoningFormat("granite", GRANITE, ("Here is my thought process:",)),
+    ReasoningFormat("qwen3", THINK, others=("qwen3_thinking", "smollm3", "exaone4")),
+    ReasoningFormat("glm45", THINK, others=("glm", "glm4", "glm4_moe", "glm47")),
+    ReasoningFormat("minimax_m2", THINK, others=("minimax", "minimax_m2_append_think")),
+)
+CALL_FORMATS = {one.name: one for one in _CALLS}
 
 
 class AnswerFormats(NamedTuple):
-    """The names of the formats of a model's calls and of its reasoning, empty for none."""
+    """The formats of a model's calls and of its reasoning, if it reasons."""
 
-    calls: str
-    reasoning: str
-
-    def read_calls(self, tools: Mapping[str, Any]) -> Format:
-        """Return the format of calls of `tools`, JSON schemas of the parameters by function."""
-        return _CALLS[self.calls](tools)
+    calls: CallFormat
+    reasoning: ReasoningFormat | None
 
     def shows_special_tokens(self, tokenizer: Tokenizer) -> bool:
         """Return whether marks of these formats are special tokens, which are left out of texts otherwise."""
-        marks = [mark for mark, name in _CALLS_BY_MARK.items() if name == self.calls]
-        marks += [mark for mark, name in _REASONING_BY_MARK.items() if name == self.reasoning]
+        marks = self.calls.in_templates + (() if self.reasoning is None else self.reasoning.in_templates)
         return any(tokenizer.special_id(mark) is not None for mark in marks)
 
     @property
     def in_channels(self) -> bool:
         """Whether calls and reasoning are messages of one format, that of gpt-oss."""
-        return self.calls == self.reasoning == HARMONY
+        return self.calls.in_channels and self.reasoning is not None and self.reasoning.in_channels
 
     @property
     def thinking(self) -> Thinking | None:
         """The marks around reasoning, if it has any."""
-        return _REASONING[self.reasoning] if self.reasoning else None
+        return None if self.reasoning is None else self.reasoning.marks
 
 
 def choose_formats(template: str, *, calls: str | None = None, reasoning: str | None = None) -> AnswerFormats:
     """Return the formats with these names (`--tool-call-parser`, `--reasoning-parser`), or those of a chat template.
 
-    Raises `ConfigError` for an unknown name, and for the calls of gpt-oss beside other reasoning, which share its
-    channels. Calls of a template that knows none are written as Hermes does.
+    Raises `ConfigError` for an unknown name, and for calls in channels beside reasoning that isn't. Calls of a template
+    that knows none are written as Hermes does.
     """
-    call_name = "" if calls is None else _named(calls, _CALLS, _CALL_NAMES, "--tool-call-parser")
-    thought_name = "" if reasoning is None else _named(reasoning, _REASONING, _REASONING_NAMES, "--reasoning-parser")
-    if call_name == HARMONY and thought_name not in ("", HARMONY):
-        raise ConfigError(f"--tool-call-parser {calls} needs --reasoning-parser {HARMONY}, or none")
-    if HARMONY in (call_name, thought_name):
-        return AnswerFormats(call_name or HARMONY, HARMONY)
+    call = None if calls is None else _named(calls, _CALLS, "--tool-call-parser")
+    thought = None if reasoning is None else _named(reasoning, _REASONING, "--reasoning-parser")
+    if call is not None and call.in_channels and thought is not None and not thought.in_channels:
+        raise ConfigError(f"--tool-call-parser {calls} needs --reasoning-parser {_CHANNELS.name}, or none")
+    if any(one is not None and one.in_channels for one in (call, thought)):
+        return AnswerFormats(call or _CHANNEL_CALLS, _CHANNELS)
     return AnswerFormats(
-        call_name or next((name for mark, name in _CALLS_BY_MARK.items() if mark in template), HERMES),
-        thought_name or next((name for mark, name in _REASONING_BY_MARK.items() if mark in template), ""),
+        call or _written_for(template, _CALLS) or DEFAULT_CALLS, thought or _written_for(template, _REASONING)
     )
 
 
-def _named(given: str, formats: Mapping[str, Any], others: Mapping[str, str], flag: str) -> str:
-    name = given.lower().replace("-", "_")
-    name = others.get(name, name)
-    if name not in formats:
-        raise ConfigError(f"{flag} {given} is unknown; it can be one of {', '.join(sorted({*formats, *others}))}")
-    return name
+def _named[F: CallFormat | ReasoningFormat](given: str, formats: Sequence[F], flag: str) -> F:
+    by_name = {name: one for one in formats for name in (one.name, *one.others)}
+    found = by_name.get(given.lower().replace("-", "_"))
+    if found is None:
+        raise ConfigError(f"{flag} {given} is unknown; it can be one of {', '.join(sorted(by_name))}")
+    return found
+
+
+def _written_for[F: CallFormat | ReasoningFormat](template: str, formats: Sequence[F]) -> F | None:
+    return next((one for one in formats if any(mark in template for mark in one.in_templates)), None)

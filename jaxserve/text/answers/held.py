@@ -6,7 +6,7 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from jaxserve.text.answers.formats import HARMONY, AnswerFormats
+from jaxserve.text.answers.formats import AnswerFormats
 from jaxserve.text.answers.harmony import CHANNEL, END, MARKS, MESSAGE, START
 from jaxserve.text.grammars.json_grammar import JsonGrammar
 from jaxserve.text.grammars.lark import any_of, lark_text, with_parts, without
@@ -16,19 +16,19 @@ from jaxserve.text.tokenizers.tokenizer import Tokenizer
 def whole_answer(grammar: str, formats: AnswerFormats, tokenizer: Tokenizer, *, inside: bool) -> str:
     """Return the grammar of an answer that is in `grammar` after reasoning, which may be left out unless the answer
     begins `inside` of it."""
-    if formats.reasoning == HARMONY:
-        return channels_grammar(grammar, {}, tokenizer, required=False)
-    if (thinking := formats.thinking) is not None:
-        lark = f"start: {'thinking' if inside else 'thinking?'} @answer\nthinking: reasoning /\\s{{0,2}}/\n"
-        special = [text for text in thinking.ends if tokenizer.special_id(text) is not None]
-        begins = "" if inside else f" ({' | '.join(lark_text(text, tokenizer) for text in thinking.begins)})"
-        if special:
-            lark += f"reasoning:{begins} TEXT ({' | '.join(lark_text(text, tokenizer) for text in special)})\n"
-            lark += f"TEXT: {without(thinking.ends)}\n"
-        else:
-            lark += f"reasoning:{begins} rest\nrest[lazy]: /(?s:.*)({any_of(thinking.ends)})/\n"
-    else:
+    if formats.reasoning is None:
         return grammar
+    thinking = formats.reasoning.marks
+    if thinking is None:
+        return channels_grammar(grammar, {}, tokenizer, required=False)
+    lark = f"start: {'thinking' if inside else 'thinking?'} @answer\nthinking: reasoning /\\s{{0,2}}/\n"
+    special = [text for text in thinking.ends if tokenizer.special_id(text) is not None]
+    begins = "" if inside else f" ({' | '.join(lark_text(text, tokenizer) for text in thinking.begins)})"
+    if special:
+        lark += f"reasoning:{begins} TEXT ({' | '.join(lark_text(text, tokenizer) for text in special)})\n"
+        lark += f"TEXT: {without(thinking.ends)}\n"
+    else:
+        lark += f"reasoning:{begins} rest\nrest[lazy]: /(?s:.*)({any_of(thinking.ends)})/\n"
     return with_parts(lark, answer=grammar)
 
 

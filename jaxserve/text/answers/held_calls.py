@@ -10,24 +10,12 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from jaxserve.text.answers.call_texts import CALL_LIST, CALL_TEXTS, CallText
-from jaxserve.text.answers.formats import AnswerFormats
+from jaxserve.text.answers.call_texts import CallText
 from jaxserve.text.answers.held_parameters import parameter_rules
 from jaxserve.text.answers.reader import Format, Reader, Steps
 from jaxserve.text.grammars.json_grammar import JsonGrammar
 from jaxserve.text.grammars.lark import ANY, MARK, lark_text, without
 from jaxserve.text.tokenizers.tokenizer import Tokenizer
-
-
-def held_form(formats: AnswerFormats) -> CallText:
-    """Return the form of a model's calls in an answer that has nothing else: its own, or JSON."""
-    form = CALL_TEXTS.get(formats.calls, CALL_LIST)
-    return form if form.parameters is None else CALL_LIST
-
-
-def free_form(formats: AnswerFormats) -> CallText:
-    """Return the form of a model's calls in an answer that may have none: its own."""
-    return CALL_TEXTS[formats.calls]
 
 
 def held_calls(form: CallText) -> Format:

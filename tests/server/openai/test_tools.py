@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from jaxserve.api_types import EngineRequest
-from jaxserve.text.answers.call_texts import CALL_TEXTS, written
-from jaxserve.text.answers.formats import AnswerFormats
+from jaxserve.text.answers.call_texts import written
+from jaxserve.text.answers.formats import CALL_FORMATS
 from tests.server.conftest import ServerUnderTest, over_asgi
 from tests.server.openai.test_completions import events
 from tests.server.tiny import END_ID, tiny_tokenizer
@@ -383,7 +383,9 @@ async def test_a_model_that_always_reasons_cannot_be_asked_not_to():
     assert "leave the field out" in error["message"]
 
 
-@pytest.mark.parametrize("parser", [name for name in CALL_TEXTS if name not in ("llama3_json", "pythonic")])
+@pytest.mark.parametrize(
+    "parser", [name for name in CALL_FORMATS if name not in ("gpt_oss", "llama3_json", "pythonic")]
+)
 async def test_a_template_without_tools_gets_calls_as_the_model_writes_them(parser: str):
     """What is shown is read as the same call: by the parser that reads the answers."""
     arguments = {"city": "Köln", "days": 3}
@@ -396,11 +398,11 @@ async def test_a_template_without_tools_gets_calls_as_the_model_writes_them(pars
     async with over_asgi(engine={"max_model_len": 4096}, tool_call_parser=parser) as server:
         await ask(server, messages=messages, tools=[WEATHER], max_tokens=1)
         prompt = tiny_tokenizer().decode(server.engine.submitted[0].prompt_ids, skip_special_tokens=False)
-    shown = written(CALL_TEXTS[parser], [("weather", arguments)])
+    shown = written(CALL_FORMATS[parser].free, [("weather", arguments)])
     assert f"Ok.\n{shown}" in prompt
-    assert written(CALL_TEXTS[parser], [("the function's name", {"an argument's name": "its value"})]) in prompt
+    assert written(CALL_FORMATS[parser].free, [("the function's name", {"an argument's name": "its value"})]) in prompt
     schemas = {"weather": {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}}
-    parts = whole([AnswerFormats(parser, "").read_calls(schemas)], shown)
+    parts = whole([CALL_FORMATS[parser].read(schemas)], shown)
     assert [part.text for part in parts if part.kind == "call"] == ["weather"]
     assert json.loads("".join(part.text for part in parts if part.kind == "arguments")) == arguments
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jaxserve.text.answers.answer import Answer
+from jaxserve.text.answers.formats import CALL_FORMATS, AnswerFormats, choose_formats
 from jaxserve.text.answers.reader import Format, Part
 
 
@@ -22,3 +23,10 @@ def joined(parts: Sequence[Part]) -> list[Part]:
         else:
             found.append(part)
     return found
+
+
+def named(calls: str, reasoning: str | None = None) -> AnswerFormats:
+    """Return the formats with these names, without reasoning by default."""
+    if reasoning is None:
+        return AnswerFormats(CALL_FORMATS[calls], None)
+    return choose_formats("", calls=calls, reasoning=reasoning)

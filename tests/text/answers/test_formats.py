@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from jaxserve.errors import ConfigError
 from jaxserve.text.answers.answer import Answer
-from jaxserve.text.answers.call_texts import CALL_LIST, CALL_TEXTS
-from jaxserve.text.answers.formats import _CALLS, _REASONING, AnswerFormats, choose_formats
+from jaxserve.text.answers.call_texts import CALL_LIST
+from jaxserve.text.answers.formats import CALL_FORMATS, choose_formats
 from jaxserve.text.answers.held_calls import held_calls
 from jaxserve.text.answers.reader import Format, Part
 from jaxserve.text.answers.reasoning import GEMMA_THOUGHT, GRANITE, THINK, thinking
@@ -171,14 +171,14 @@ MALFORMED = [
     ("glm45", "<tool_call>f" + "<arg_key>" * 8000),
     ("minimax_m2", "<minimax:tool_call>x</minimax:tool_call>"),
 ]
-FORMATS: dict[str, Format] = {name: AnswerFormats(name, "").read_calls(TOOLS) for name in _CALLS} | {
+FORMATS: dict[str, Format] = {name: format.read(TOOLS) for name, format in CALL_FORMATS.items()} | {
     "think": thinking(THINK, inside=False),
     "inside": thinking(THINK, inside=True),
     "granite_thinking": thinking(GRANITE, inside=False),
     "gemma_thinking": thinking(GEMMA_THOUGHT, inside=False),
     "held list": held_calls(CALL_LIST),
-    "held tags": held_calls(CALL_TEXTS["hermes"]),
-    "held sections": held_calls(CALL_TEXTS["deepseek_v3"]),
+    "held tags": held_calls(CALL_FORMATS["hermes"].free),
+    "held sections": held_calls(CALL_FORMATS["deepseek_v3"].free),
 }
 FRAGMENTS = [
     *("<tool_call>", "</tool_call>", "\n", " ", "{", "}", GOOD, f"[{GOOD}]", '"', "\\", "[", "]", "[f(a=1)]", "é"),
@@ -190,6 +190,12 @@ FRAGMENTS = [
     *("<|tool_call>", "call:", "<tool_call|>", '<|"|>', "<function_calls>", "</function_calls>", "f{", "a:", ","),
     *('[{"name": "', 'f", "arguments": ', '<tool_call>\n{"name": "f", "arguments": {}', "\n</tool_call>"),
 ]
+
+
+def names(template: str, **given: str) -> tuple[str, str]:
+    """Return the names of the formats that are chosen, "" for no reasoning."""
+    calls, reasoning = choose_formats(template, **given)
+    return calls.name, "" if reasoning is None else reasoning.name
 
 
 def in_pieces(formats: list[Format], text: str, cuts: list[int]) -> list[Part]:
@@ -224,7 +230,7 @@ def test_any_split_gives_the_same_parts(name: str, data: st.DataObject):
     for part, arguments in itertools.pairwise(parts):
         if part.kind == "call" and not name.startswith("held"):
             assert isinstance(json.loads(arguments.text), dict)
-    if name in _CALLS and name != "gpt_oss" and all(part.kind == "content" for part in parts):
+    if name in CALL_FORMATS and name != "gpt_oss" and all(part.kind == "content" for part in parts):
         assert "".join(part.text for part in parts) == text
 
 
@@ -291,16 +297,17 @@ def test_a_template_tells_its_formats():
         "<functions><function_calls>": ("olmo3", ""),
         "nothing": ("hermes", ""),
     }.items():
-        assert choose_formats(template) == expected
+        assert names(template) == expected
 
 
 def test_a_format_has_the_names_that_other_engines_give_it():
-    assert choose_formats("", calls="llama3", reasoning="deepseek-r1") == ("llama3_json", "deepseek_r1")
-    assert choose_formats("<think></think>", calls="glm4", reasoning="openai_gptoss") == ("glm45", "gpt_oss")
-    assert set(_REASONING) >= {"deepseek_r1", "qwen3", "glm45", "granite"}
+    assert names("", calls="llama3", reasoning="deepseek-r1") == ("llama3_json", "deepseek_r1")
+    assert names("<think></think>", calls="glm4", reasoning="openai_gptoss") == ("glm45", "gpt_oss")
+    for name in ("deepseek_r1", "qwen3", "glm45", "granite"):
+        assert names("", reasoning=name) == ("hermes", name)
     with pytest.raises(ConfigError, match="--tool-call-parser jamba is unknown; it can be one of deepseek_v3"):
         choose_formats("", calls="jamba")
-    assert choose_formats("", calls="openai") == choose_formats("", reasoning="gpt_oss") == ("gpt_oss", "gpt_oss")
+    assert names("", calls="openai") == names("", reasoning="gpt_oss") == ("gpt_oss", "gpt_oss")
     with pytest.raises(ConfigError, match="--tool-call-parser harmony needs --reasoning-parser gpt_oss, or none"):
         choose_formats("", calls="harmony", reasoning="qwen3")
     with pytest.raises(ConfigError, match="--reasoning-parser x is unknown"):

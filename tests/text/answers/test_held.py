@@ -15,7 +15,7 @@ from llguidance import LLMatcher, LLTokenizer
 from jaxserve.api_types import StructuredOutputs
 from jaxserve.text.answers.formats import AnswerFormats
 from jaxserve.text.answers.held import channels_grammar, either, whole_answer
-from jaxserve.text.answers.held_calls import calls_grammar, free_calls_grammar, free_form, held_calls, held_form
+from jaxserve.text.answers.held_calls import calls_grammar, free_calls_grammar, held_calls
 from jaxserve.text.answers.reader import Part
 from jaxserve.text.answers.reasoning import thinking
 from jaxserve.text.grammars.formats import grammar_of
@@ -23,7 +23,7 @@ from jaxserve.text.grammars.vocabulary import load_vocabulary
 from jaxserve.text.tokenizers.tokenizer import Tokenizer
 from jaxserve.text.tokenizers.tokenizer_parts import TokenizerParts
 from tests.selection import examples
-from tests.text.answers.parts import whole
+from tests.text.answers.parts import named, whole
 from tests.tiny_model import byte_tokenizer
 
 SPECIAL = [
@@ -47,9 +47,9 @@ TOOLS: dict[str, Any] = {
     },
     "weather.now-1": {"type": "object", "properties": {}, "additionalProperties": False},
 }
-HERMES = AnswerFormats("hermes", "")
-LIST = AnswerFormats("pythonic", "")
-NATIVE = [AnswerFormats(name, "") for name in ("hermes", "granite", "phi4_mini_json", "mistral", "deepseek_v3")]
+HERMES = named("hermes")
+LIST = named("pythonic")
+NATIVE = [named(name) for name in ("hermes", "granite", "phi4_mini_json", "mistral", "deepseek_v3")]
 # What parameters that are written one at a time can ask for.
 PARAMETERS: dict[str, Any] = {
     "search": {
@@ -97,10 +97,9 @@ PARAMETERS: dict[str, Any] = {
     },
 }
 BY_PARAMETER = [
-    AnswerFormats(name, "")
-    for name in ("qwen3_coder", "seed_oss", "minimax_m2", "glm45", "pythonic", "olmo3", "gemma4")
+    named(name) for name in ("qwen3_coder", "seed_oss", "minimax_m2", "glm45", "pythonic", "olmo3", "gemma4")
 ]
-LLAMA = AnswerFormats("llama3_json", "")
+LLAMA = named("llama3_json")
 FORM = StructuredOutputs(
     json={"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
 )
@@ -168,7 +167,7 @@ def drawn_call(grammar: str, rng: random.Random, wanted: str, end: str) -> str:
 
 @pytest.mark.parametrize("formats", [*NATIVE, LLAMA, LIST])
 def test_held_calls_are_valid(formats: AnswerFormats):
-    rng, form = random.Random(1), held_form(formats)
+    rng, form = random.Random(1), formats.calls.held
     several = calls_grammar(form, TOOLS, tokenizer(), several=True)
     one = calls_grammar(form, {"weather": TOOLS["weather"]}, tokenizer(), several=False)
     found = [check_calls(whole([held_calls(form)], drawn(several, rng, most=4000))) for _ in range(12)]
@@ -180,27 +179,27 @@ def test_held_calls_are_valid(formats: AnswerFormats):
 
 @pytest.mark.parametrize("formats", [*NATIVE, LLAMA])
 def test_held_calls_are_read_by_the_format_of_the_model_too(formats: AnswerFormats):
-    form = held_form(formats)
+    form = formats.calls.held
     text = drawn(calls_grammar(form, TOOLS, tokenizer(), several=True), random.Random(2), most=4000)
-    assert whole([formats.read_calls(TOOLS)], text) == whole([held_calls(form)], text)
+    assert whole([formats.calls.read(TOOLS)], text) == whole([held_calls(form)], text)
 
 
 @pytest.mark.parametrize("formats", NATIVE)
 def test_calls_in_a_free_answer_are_valid(formats: AnswerFormats):
-    form, rng = held_form(formats), random.Random(6)
+    form, rng = formats.calls.held, random.Random(6)
     grammar = free_calls_grammar(form, TOOLS, tokenizer(), several=True)
     for begin in ("", "Well <b> [x] "):
         text = drawn(grammar, rng, begin + form.opening + form.begin)
-        content, *calls = whole([formats.read_calls(TOOLS)], text)
+        content, *calls = whole([formats.calls.read(TOOLS)], text)
         if begin:
             assert content.text.startswith(begin.rstrip())
         assert len(check_calls((calls if begin else [content, *calls])[:2])) == 1
 
 
-@pytest.mark.parametrize("formats", [*BY_PARAMETER, LLAMA], ids=lambda formats: formats.calls)
+@pytest.mark.parametrize("formats", [*BY_PARAMETER, LLAMA], ids=lambda formats: formats.calls.name)
 @pytest.mark.parametrize("free", [True, False])
 def test_parameters_match_their_schemas(formats: AnswerFormats, free: bool):
-    form, rng = free_form(formats), random.Random(8)
+    form, rng = formats.calls.free, random.Random(8)
     assert form.parameters is not None or formats is LLAMA
     end = form.parameters.quote + form.parameters.end if form.parameters is not None else ""
     make = free_calls_grammar if free else calls_grammar
@@ -209,7 +208,7 @@ def test_parameters_match_their_schemas(formats: AnswerFormats, free: bool):
     def draw(tools: dict[str, Any], name: str) -> set[str]:
         grammar = make(form, tools, tokenizer(), several=False)
         text = drawn_call(grammar, rng, before + form.opening + form.begin + name + form.middle, end)
-        parts = whole([formats.read_calls(tools)], text)
+        parts = whole([formats.calls.read(tools)], text)
         if before:
             assert parts.pop(0) == ("content", before.rstrip()), text
         assert check_calls(parts, tools) == [name], text
@@ -241,7 +240,7 @@ def test_parameters_match_their_schemas(formats: AnswerFormats, free: bool):
     ],
 )
 def test_what_parameters_cannot_ask_for_is_refused_by_name(schema: dict[str, Any], error: str):
-    form = free_form(AnswerFormats("qwen3_coder", ""))
+    form = named("qwen3_coder").calls.free
     with pytest.raises(ValueError, match=re.escape(error)):
         free_calls_grammar(form, {"f": schema}, tokenizer(), several=True)
 
@@ -249,7 +248,7 @@ def test_what_parameters_cannot_ask_for_is_refused_by_name(schema: dict[str, Any
 def test_marks_within_json_are_no_marks():
     value = '["</parameter>", "</function>"]'
     text = f"<tool_call><function=search><parameter=words>{value}</parameter></function></tool_call>"
-    assert whole([AnswerFormats("qwen3_coder", "").read_calls(PARAMETERS)], text) == [
+    assert whole([named("qwen3_coder").calls.read(PARAMETERS)], text) == [
         ("call", "search"),
         ("arguments", f'{{"words": {value}}}'),
     ]
@@ -257,14 +256,14 @@ def test_marks_within_json_are_no_marks():
 
 def test_spelled_marks_begin_no_call_where_marks_are_tokens():
     """A text may spell a mark by other tokens, and is read as if it were one."""
-    form = free_form(AnswerFormats("mistral", ""))
+    form = named("mistral").calls.free
     matcher = LLMatcher(vocabulary(), free_calls_grammar(form, TOOLS, tokenizer(), several=True), log_level=0)
     spelled = list(b"Ok [TOOL_CALLS]")
     assert matcher.try_consume_tokens(spelled) == len(spelled) - 1
 
 
 def test_a_tag_in_free_text_begins_a_valid_call():
-    grammar = free_calls_grammar(held_form(HERMES), TOOLS, tokenizer(), several=True)
+    grammar = free_calls_grammar(HERMES.calls.held, TOOLS, tokenizer(), several=True)
     matcher = LLMatcher(vocabulary(), grammar, log_level=0)
     text = 'Well <b>, <tool_call>\n{"name": "weather", "arguments": {"city": "Bonn"}}\n</tool_call> and'
     assert matcher.consume_tokens(tokenizer().encode(text))
@@ -274,9 +273,9 @@ def test_a_tag_in_free_text_begins_a_valid_call():
 
 
 def test_a_tag_after_reasoning_begins_a_valid_call():
-    formats = AnswerFormats("hermes", "deepseek_r1")
+    formats = named("hermes", "deepseek_r1")
     grammar = whole_answer(
-        free_calls_grammar(held_form(HERMES), TOOLS, tokenizer(), several=True), formats, tokenizer(), inside=True
+        free_calls_grammar(HERMES.calls.held, TOOLS, tokenizer(), several=True), formats, tokenizer(), inside=True
     )
     text = '<tool_call>\n{"name": "storm</think>Ok <tool_call>\n{"name": "weather'
     matcher = LLMatcher(vocabulary(), grammar, log_level=0)
@@ -286,10 +285,10 @@ def test_a_tag_after_reasoning_begins_a_valid_call():
 
 def test_a_form_or_calls():
     rng = random.Random(3)
-    calls = calls_grammar(held_form(HERMES), TOOLS, tokenizer(), several=False)
+    calls = calls_grammar(HERMES.calls.held, TOOLS, tokenizer(), several=False)
     grammar = either(grammar_of(FORM), calls)
     assert json.loads(drawn(grammar, rng, "{"))["a"] in (True, False)
-    assert len(check_calls(whole([HERMES.read_calls(TOOLS)], drawn(grammar, rng, "<")))) == 1
+    assert len(check_calls(whole([HERMES.calls.read(TOOLS)], drawn(grammar, rng, "<")))) == 1
 
 
 @pytest.mark.parametrize(
@@ -303,7 +302,7 @@ def test_a_form_or_calls():
     ],
 )
 def test_a_form_begins_after_reasoning(reasoning: str, inside: bool, begin: str, thought: str):
-    formats, rng = AnswerFormats("hermes", reasoning), random.Random(4)
+    formats, rng = named("hermes", reasoning), random.Random(4)
     marks = formats.thinking
     assert marks is not None
     grammar = whole_answer(grammar_of(FORM), formats, tokenizer(), inside=inside)
@@ -316,12 +315,12 @@ def test_a_form_begins_after_reasoning(reasoning: str, inside: bool, begin: str,
 
 
 def test_a_form_is_in_the_final_channel_and_a_call_in_its_own():
-    formats, rng = AnswerFormats("gpt_oss", "gpt_oss"), random.Random(5)
+    formats, rng = named("gpt_oss", "gpt_oss"), random.Random(5)
     for form in (grammar_of(FORM), ""):
         grammar = channels_grammar(form, {} if form else TOOLS, tokenizer(), required=not form)
         analysis = "<|channel|>analysis<|message|>hm { x<|end|>"
         for begin in (analysis, "<|channel|>final<|message|>" if form else "<|channel|>commentary"):
-            parts = whole([formats.read_calls(TOOLS)], drawn(grammar, rng, begin))
+            parts = whole([formats.calls.read(TOOLS)], drawn(grammar, rng, begin))
             if begin is analysis:
                 assert parts.pop(0) == ("reasoning", "hm { x")
             if form:
@@ -339,4 +338,4 @@ def test_a_free_answer_in_channels_may_be_a_call():
         assert matcher.consume_tokens(tokenizer().encode(f"<|channel|>final<|message|>{text}"))
         assert matcher.is_accepting()
         called = drawn(grammar, rng, "<|channel|>commentary to=functions.weather ")
-        assert check_calls(whole([AnswerFormats("gpt_oss", "gpt_oss").read_calls(TOOLS)], called)) == ["weather"]
+        assert check_calls(whole([named("gpt_oss", "gpt_oss").calls.read(TOOLS)], called)) == ["weather"]

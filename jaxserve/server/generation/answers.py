@@ -1,4 +1,4 @@
-"""How the answers of a chat request are held in a form and taken apart: reasoning, content, calls of tools."""
+"""How answers are held in a form and taken apart: reasoning, content, calls of tools. Knows no API's shapes."""
 
 from __future__ import annotations
 
@@ -7,27 +7,17 @@ import enum
 import re
 import uuid
 from dataclasses import dataclass
-
-from msgspec import UNSET
+from typing import NamedTuple
 
 from jaxserve.api_types import FinishReason
-from jaxserve.server.openai.responses import CallDelta, ChatDelta, ChatMessage, FunctionCall, FunctionDelta, ToolCall
-from jaxserve.server.openai.tools import ToolUse
+from jaxserve.server.generation.tools import ToolUse
 from jaxserve.server.server_state import LoadedModel
 from jaxserve.text.answers.answer import Answer
 from jaxserve.text.answers.call_texts import CallText
-from jaxserve.text.answers.formats import HARMONY
-from jaxserve.text.answers.harmony import harmony
 from jaxserve.text.answers.held import channels_grammar, either, whole_answer
-from jaxserve.text.answers.held_calls import (
-    calls_grammar,
-    free_calls_grammar,
-    free_form,
-    held_calls,
-    held_form,
-)
-from jaxserve.text.answers.reader import Format, Part
-from jaxserve.text.answers.reasoning import Thinking, thinking
+from jaxserve.text.answers.held_calls import calls_grammar, free_calls_grammar, held_calls
+from jaxserve.text.answers.reader import Format, Kind, Part
+from jaxserve.text.answers.reasoning import Thinking
 from jaxserve.text.grammars.lark import MARK
 from jaxserve.text.output import OutputDelta
 
@@ -95,18 +85,15 @@ def plan_answer(
 ) -> AnswerPlan:
     """Return how answers are read that begin at a place in their reasoning. With `is_held`, they have a grammar."""
     names = loaded.formats
-    reasons = bool(names.reasoning) and separates_reasoning
+    reasons = names.reasoning is not None and separates_reasoning
     formats: list[Format] = []
-    if reasons or tools is not None:  # calls come after the reasoning, wherever that is reported
-        if names.reasoning == HARMONY:
-            formats.append(harmony)
-        elif names.thinking is not None:
-            formats.append(thinking(names.thinking, inside=place is Place.INSIDE))
+    if names.reasoning is not None and (reasons or tools is not None):  # calls come after it, wherever it is reported
+        formats.append(names.reasoning.read(inside=place is Place.INSIDE))
     if tools is not None and not names.in_channels:
-        formats.append(held_calls(held_form(names)) if tools.required else names.read_calls(tools.schemas))
+        formats.append(held_calls(names.calls.held) if tools.required else names.calls.read(tools.schemas))
     has_free_calls = tools is not None and not tools.required and not names.in_channels
-    held = free_form(names) if is_held and has_free_calls else None
-    return AnswerPlan(tuple(formats), tools, reasons, shows_reasoning, names.calls == "mistral", held)
+    held = names.calls.free if is_held and has_free_calls else None
+    return AnswerPlan(tuple(formats), tools, reasons, shows_reasoning, names.calls.short_ids, held)
 
 
 def answer_grammar(loaded: LoadedModel, tools: ToolUse | None, form: str, place: Place) -> str:
@@ -123,90 +110,69 @@ def answer_grammar(loaded: LoadedModel, tools: ToolUse | None, form: str, place:
         schemas, required = ({}, False) if tools is None else (tools.schemas, tools.required)
         return channels_grammar(form, schemas, loaded.tokenizer, required=required, strict=strict)
     if tools is not None and tools.required:
-        held = held_form(names)
-        form = calls_grammar(held, tools.schemas, loaded.tokenizer, several=tools.several, strict=strict)
+        form = calls_grammar(names.calls.held, tools.schemas, loaded.tokenizer, several=tools.several, strict=strict)
     elif tools is not None and (form or tools.strict):
         make = calls_grammar if form else free_calls_grammar
-        calls = make(free_form(names), tools.schemas, loaded.tokenizer, several=tools.several, strict=strict)
+        calls = make(names.calls.free, tools.schemas, loaded.tokenizer, several=tools.several, strict=strict)
         form = either(form, calls) if form else calls
     if not form or place is Place.AFTER:
         return form
     return whole_answer(form, names, loaded.tokenizer, inside=place is Place.INSIDE)
 
 
-class AnswerState:
-    """The answer of one choice so far."""
+class AnswerPart(NamedTuple):
+    """A new part of an answer. Parts of a call have its number and its id: the name comes first, then its arguments, as
+    pieces of one JSON text."""
+
+    kind: Kind
+    text: str
+    call: int = 0
+    call_id: str = ""
+
+
+class AnswerReader:
+    """Takes the answer of one choice apart, and leaves out what the client doesn't get."""
 
     def __init__(self, plan: AnswerPlan) -> None:
         self._plan = plan
         self._answer = Answer(plan.formats)
-        self._content: list[str] = []
-        self._reasoning: list[str] = []
-        self._calls: list[tuple[str, str, list[str]]] = []
         self._num_calls = 0
+        self._call_id = ""
         self._offsets: list[int] = []
 
     @property
-    def num_reasoning_tokens(self) -> int:
-        """The number of tokens up to the end of the reasoning."""
-        return bisect.bisect_left(self._offsets, self._answer.reasoning_end)
+    def num_reasoning_tokens(self) -> int | None:
+        """The number of tokens up to the end of the reasoning; None if it isn't told from content."""
+        return bisect.bisect_left(self._offsets, self._answer.reasoning_end) if self._plan.reasons else None
 
-    def push(self, delta: OutputDelta) -> ChatDelta:
-        """Return what a new output adds to the message."""
-        if self._plan.reasons:
-            self._offsets += delta.text_offsets
-        added = ChatDelta()
-        parts = self._answer.push(delta.text, last=delta.finish_reason is not None)
-        if delta.finish_reason is FinishReason.LENGTH and self._plan.held is not None:
-            parts = _without_cut_call(parts, self._plan.held)
-        for part in parts:
-            self._add(part, added)
-        return added
-
-    def _add(self, part: Part, added: ChatDelta) -> None:
-        if part.kind == "content" or (part.kind == "reasoning" and not self._plan.reasons):
-            self._content.append(part.text)
-            added.content = (added.content or "") + part.text
-        elif part.kind == "reasoning":
-            if self._plan.shows_reasoning:
-                self._reasoning.append(part.text)
-                added.reasoning_content = (added.reasoning_content or "") + part.text
-        elif self._plan.tools is None:  # a call, though the request has no tools
-            self._add(Part("content", part.text), added)
-        else:
-            self._num_calls += part.kind == "call"
-            if self._num_calls == 1 or self._plan.tools.several:
-                self._add_call(part, added)
-
-    def _add_call(self, part: Part, added: ChatDelta) -> None:
-        deltas = added.tool_calls = added.tool_calls or []
-        if part.kind == "call":
-            call_id = self._plan.make_id()
-            deltas.append(CallDelta(len(self._calls), FunctionDelta("", part.text), call_id, "function"))
-            self._calls.append((call_id, part.text, []))
-            return
-        index = len(self._calls) - 1
-        self._calls[-1][2].append(part.text)
-        if not deltas or deltas[-1].index != index:
-            deltas.append(CallDelta(index, FunctionDelta("")))
-        deltas[-1].function.arguments += part.text
-
-    def message(self) -> ChatMessage:
-        """Return the whole message."""
-        content = "".join(self._content)
-        message = ChatMessage("assistant", content or (None if self._calls or self._reasoning else ""))
-        if self._plan.reasons and self._plan.shows_reasoning:
-            message.reasoning_content = "".join(self._reasoning) or None
-        message.tool_calls = [
-            ToolCall(call_id, FunctionCall(name, "".join(arguments))) for call_id, name, arguments in self._calls
-        ] or UNSET
-        return message
-
-    def finish_reason(self, reason: FinishReason) -> str:
-        """Return why the answer ended, as OpenAI says it; one that was made to call a named function just stopped."""
+    @property
+    def asks_for_calls(self) -> bool:
+        """Whether the answer has calls that the client didn't order by the function's name."""
         tools = self._plan.tools
-        calls = reason is FinishReason.STOP and self._calls and tools is not None and not tools.named
-        return "tool_calls" if calls else reason.value
+        return self._num_calls > 0 and tools is not None and not tools.named
+
+    def push(self, delta: OutputDelta) -> list[AnswerPart]:
+        """Return the parts that a new output adds."""
+        plan = self._plan
+        if plan.reasons:
+            self._offsets += delta.text_offsets
+        parts = self._answer.push(delta.text, last=delta.finish_reason is not None)
+        if delta.finish_reason is FinishReason.LENGTH and plan.held is not None:
+            parts = _without_cut_call(parts, plan.held)
+        found = []
+        for kind, text in parts:
+            if kind == "reasoning" and plan.reasons:
+                if plan.shows_reasoning:
+                    found.append(AnswerPart(kind, text))
+            elif kind in ("content", "reasoning") or plan.tools is None:  # a call, though the request has no tools
+                found.append(AnswerPart("content", text))
+            else:
+                if kind == "call":
+                    self._num_calls += 1
+                    self._call_id = plan.make_id()
+                if self._num_calls == 1 or plan.tools.several:
+                    found.append(AnswerPart(kind, text, self._num_calls - 1, self._call_id))
+        return found
 
 
 def _without_cut_call(parts: list[Part], form: CallText) -> list[Part]:

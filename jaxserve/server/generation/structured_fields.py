@@ -8,8 +8,8 @@ import msgspec
 
 from jaxserve.api_types import StructuredOutputs
 from jaxserve.errors import InvalidRequestError
+from jaxserve.server.generation.unsupported_fields import UnsupportedOpenAIFields, UnsupportedSamplingFields
 from jaxserve.server.http.fields import Text, accepts_only
-from jaxserve.server.openai.unsupported_fields import UnsupportedOpenAIFields, UnsupportedSamplingFields
 
 _Schema = dict[str, Any] | str
 

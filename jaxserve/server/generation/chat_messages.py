@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from jaxserve.errors import ConfigError, InvalidRequestError
+from jaxserve.server.generation.message_fields import ROLES, UNSUPPORTED_MESSAGE_FIELDS, MessageCall, MessageFields
 from jaxserve.server.generation.prompts import LONG, TextEncoder, run_off_event_loop
 from jaxserve.server.http.decoding import validation_error
-from jaxserve.server.openai.message_fields import ROLES, UNSUPPORTED_MESSAGE_FIELDS, MessageCall, MessageFields
 from jaxserve.server.server_state import LoadedModel, ServerState
 
 RESERVED_ARGUMENTS = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")

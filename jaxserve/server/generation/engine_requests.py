@@ -1,0 +1,66 @@
+"""Makes the engine's requests, with the grammars that their outputs must match. Never submits anything."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable
+from typing import Protocol
+
+from jaxserve.api_types import EngineRequest, SamplingParams, StructuredOutputs
+from jaxserve.server.server_state import LoadedModel, ServerState
+from jaxserve.text.grammars.formats import grammar_of
+from jaxserve.text.requests import sample_requests
+
+
+async def compile_grammar(state: ServerState, loaded: LoadedModel, asked: tuple[str, StructuredOutputs] | None) -> str:
+    """Return the grammar of a form that a field asks for, or "" if none does.
+
+    Raises `InvalidRequestError` naming the field if the form can't be expressed or is too complex.
+    """
+    if asked is None:
+        return ""
+    field, outputs = asked
+    return await check_grammar(state, loaded, lambda: grammar_of(outputs), param=field)
+
+
+async def check_grammar(state: ServerState, loaded: LoadedModel, make: Callable[[], str], *, param: str) -> str:
+    """Return the grammar that `make` returns, or "" if it is that, as `compile_grammar` does."""
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(state.grammar_threads, lambda: loaded.grammars.check(make, param=param))
+
+
+class QueueOptions(Protocol):
+    """The fields of a request that change how the engine queues and caches it."""
+
+    priority: int | None
+    cache_salt: str | None
+
+
+def engine_requests(
+    loaded: LoadedModel,
+    response_id: str,
+    prompts: list[list[int]],
+    samplings: list[SamplingParams],
+    grammars: list[str],
+    options: QueueOptions,
+) -> list[EngineRequest]:
+    """Return `n` requests for each prompt, in the order of the choices: prompt index * n + sample.
+
+    `grammars` are those of the prompts' outputs, "" for none. Ids are unique even if a client uses its own twice.
+    """
+    unique_id = f"{response_id}-{uuid.uuid4().hex}"
+    return [
+        request
+        for number, (ids, sampling, grammar) in enumerate(zip(prompts, samplings, grammars, strict=True))
+        for request in sample_requests(
+            f"{unique_id}-{number}",
+            ids,
+            sampling,
+            loaded.tokenizer,
+            loaded.engine.info,
+            priority=options.priority,
+            cache_salt=options.cache_salt,
+            grammar=grammar,
+        )
+    ]
