@@ -49,7 +49,7 @@ from jaxserve.runtime.step.state import DeviceState, expert_tokens_spec, pool_la
 from jaxserve.runtime.step.step import StepContext
 from jaxserve.step_plan import Capacity, WindowGroup
 from jaxserve.weights import stored_types
-from pallas_kernels.paged_attention import Backend, choose_backend
+from pallas_kernels.paged_attention import Backend, addressable_pages, choose_backend, kv_platform
 
 # Rows whose logits exist at once on a CPU; a GPU and a TPU compute those of all rows at once.
 _CPU_SAMPLE_ROWS = 32
@@ -271,7 +271,7 @@ def deploy(
         hidden_size=model.hidden_size,
         kv_dtype=kv_dtype,
         dtype=dtype,
-        platform=backend.kv_platform,
+        platform=kv_platform(backend),
         expert_tokens=expert_tokens_spec(
             len(model.mixture_layers), model.num_experts, ranks=data, over_ranks=model.experts_over_ranks
         ),
@@ -348,7 +348,7 @@ def _addressable_pages(
     found = []
     for spec, pages in zip(specs, capacity.pages_by_group, strict=True):
         layout = pool_layout(
-            spec, num_pages=pages, page_size=capacity.page_size, dtype=kv_dtype, platform=backend.kv_platform
+            spec, num_pages=pages, page_size=capacity.page_size, dtype=kv_dtype, platform=kv_platform(backend)
         )
-        found.append(backend.addressable_pages(layout, tensor) if spec.num_layers else pages)
+        found.append(addressable_pages(backend, layout, tensor) if spec.num_layers else pages)
     return found

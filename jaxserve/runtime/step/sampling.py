@@ -188,7 +188,10 @@ def _on_whole_rows(
     logits: Float[Array, "rows vocab_shard"],
     *columns: Any,
 ) -> Int[Array, " rows"]:
-    """Return `draw(logits, *columns)` of whole rows, of which each shard draws its part; columns are arrays by row, or trees of them."""
+    """Return `draw(logits, *columns)` of whole rows, of which each shard draws its part.
+
+    Columns are arrays by row, or trees of them.
+    """
     shards, rows = _num_shards(), logits.shape[0]
     if shards == 1:
         return draw(logits, *columns)
