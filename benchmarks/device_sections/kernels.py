@@ -117,7 +117,7 @@ def _variants(run: SectionRun, name: BackendName, target: KernelTarget) -> None:
     module: Any = BACKENDS.module(name)
     for case in _VARIED:
         kind, problem = case.name.partition(" ")[0], _problem(case)
-        if module.refusal(problem, target) is not None:
+        if BACKENDS.refusal(name, target, (problem,)) is not None:
             continue
         checks = {}
         for blocks in module.candidates(kind, problem, target):

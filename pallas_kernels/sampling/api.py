@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from pallas_kernels import dispatch
-from pallas_kernels.cpu import kernel_or_fallback
 from pallas_kernels.sampling import cpu, reference
 from pallas_kernels.sampling.parameters import DrawParameters
 from pallas_kernels.target import KernelTarget
@@ -29,12 +27,8 @@ class RowKernels(NamedTuple):
 
 def row_kernels(target: KernelTarget) -> RowKernels | None:
     """Return the kernels of a device that has some for whole rows, else None."""
-    if not dispatch.has_triton(target):
-        return None
-    from pallas_kernels.sampling import triton  # only GPUs need this compiler's front end
-
-    kernels = triton.edit_logits, triton.draw_tokens, triton.top_logits
-    return RowKernels(*(functools.partial(kernel, interpret=target.platform == "cpu") for kernel in kernels))
+    kernels = (dispatch.triton_kernel("sampling", name, target) for name in RowKernels._fields)
+    return RowKernels(*(kernel for kernel in kernels if kernel is not None)) if dispatch.has_triton(target) else None
 
 
 def draw_tokens(
@@ -44,4 +38,4 @@ def draw_tokens(
     live: Bool[Array, " rows"] | None = None,
 ) -> Int[Array, " rows"]:
     """Compute `reference.draw_tokens`, on a device without kernels for whole rows."""
-    return kernel_or_fallback(cpu.draw_tokens, reference.draw_tokens, logits, keys, parameters, live)
+    return dispatch.on_cpu(cpu.draw_tokens, reference.draw_tokens, logits, keys, parameters, live)

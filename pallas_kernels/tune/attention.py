@@ -53,7 +53,7 @@ def tasks(backend: BackendName, target: KernelTarget, *, fp8: bool, tiny: bool) 
     module: Any = BACKENDS.module(backend)
     problems = tiny_problems() if tiny else list(deployment_problems(fp8=fp8))
     for problem, workload in itertools.product(problems, TINY_WORKLOADS if tiny else WORKLOADS):
-        refusal = module.refusal(problem, target)
+        refusal = BACKENDS.refusal(backend, target, (problem,))
         candidates = [] if refusal else module.candidates(workload.kind, problem, target)
         yield Task(
             workload.kind,

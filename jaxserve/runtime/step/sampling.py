@@ -27,7 +27,6 @@ from jaxserve.layers.axes import TENSOR_AXES, sum_of_shards, tensor_rank
 from jaxserve.layers.embedding import shard_index
 from jaxserve.runtime.step.groups import in_groups
 from jaxserve.runtime.step.state import SamplingRows
-from pallas_kernels.cpu import kernel_or_fallback
 from pallas_kernels.normalization import log_sum_exp
 from pallas_kernels.paged_attention import KernelTarget
 from pallas_kernels.sampling import (
@@ -219,12 +218,12 @@ def logprobs(
     if kernels := row_kernels(target):
         wanted = jnp.ones(token.shape, jnp.bool_) if wanted is None else wanted
         return _logprobs_by_rows(kernels, logits, token, wanted)
-    normalizer = _log_sum_exp(logits)
+    normalizer = log_sum_exp(logits)
     top, top_ids = lax.top_k(logits, min(MAX_LOGPROBS, logits.shape[1]))
     if _num_shards() == 1:
         chosen = jnp.take_along_axis(logits, token[:, None], axis=1)
     else:
-        normalizer = _log_sum_exp(_gather_shards(normalizer))
+        normalizer = log_sum_exp(_gather_shards(normalizer))
         chosen = _token_logit(logits, token)
         top, top_ids = _gather_shards(top), _gather_shards(top_ids + tensor_rank() * logits.shape[1])
         # Equals stay in shard order, so the lowest id comes first.
@@ -253,10 +252,6 @@ def _logprobs_by_rows(
     merged = kernels.top_logits(top, token, wanted, top=count, normalize=False)
     ids = jnp.take_along_axis(ids, merged.top_ids, axis=1)
     return Logprobs(chosen - normalizer, ids, merged.top - normalizer[:, None])
-
-
-def _log_sum_exp(x: Float[Array, "rows some"]) -> Float[Array, "rows 1"]:
-    return kernel_or_fallback(log_sum_exp, lambda x: jax.nn.logsumexp(x, axis=1, keepdims=True), x)
 
 
 def _token_logit(logits: Float[Array, "rows vocab_shard"], token: Int[Array, " rows"]) -> Float[Array, "rows 1"]:

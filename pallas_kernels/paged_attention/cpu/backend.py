@@ -44,11 +44,7 @@ _MOST_QUERIES = 512
 
 
 def refusal(problem: Problem, target: KernelTarget) -> str | None:
-    """Return what isn't supported (device, dtype, head size or page size), or None."""
-    if target.platform != "cpu":
-        return f"cpu compiles for the CPU it runs on, not for {target.platform}"
-    if why := cpu.refusal():
-        return why
+    """Return what isn't supported (dtype, head size or page size), or None."""
     for what, dtype in (("computes in", problem.dtype), ("reads KV caches of", problem.kv_dtype)):
         if dtype.name not in DTYPES:
             return f"cpu {what} {' and '.join(DTYPES)}, not {dtype.name}"

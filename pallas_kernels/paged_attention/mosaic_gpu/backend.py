@@ -6,8 +6,6 @@ which block sizes they run; the kernels are in `decode.py` and `prefill.py`. New
 
 from __future__ import annotations
 
-import os
-
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -24,14 +22,10 @@ from pallas_kernels.paged_attention.write import write_kv
 from pallas_kernels.target import KernelTarget
 
 MAX_GROUP = 16
-HOPPER = (9, 0)
 
 _CORES = 132
 # The interpreter runs programs one after another: just enough of them that some rows are split.
 _INTERPRETED_CORES = 4
-
-# In the interpreter a waiting warpgroup occupies a thread, which the warpgroup it waits for may need.
-_INTERPRETER_THREADS = 8
 
 _PROGRAMS_A_CORE = 3
 _MAX_SPLITS = 64
@@ -43,16 +37,7 @@ _MAX_STAGES = 8
 
 
 def refusal(problem: Problem, target: KernelTarget) -> str | None:
-    """Return what isn't supported (device, dtype, head size, ratio of heads or page size), or None."""
-    if target.platform not in ("cuda", "gpu", "cpu"):
-        return f"mosaic_gpu compiles for NVIDIA GPUs, not for {target.platform}"
-    if target.platform != "cpu" and target.capability != HOPPER:
-        return f"mosaic_gpu is written for compute capability 9.0 (Hopper), not for {target.kind or 'this one'}"
-    if target.platform == "cpu" and _cpu_threads() < _INTERPRETER_THREADS:
-        return (
-            f"mosaic_gpu's interpreter deadlocks with fewer than {_INTERPRETER_THREADS} threads of XLA's: set "
-            f"NPROC={_INTERPRETER_THREADS} in the environment"
-        )
+    """Return what isn't supported (dtype, head size, ratio of heads or page size), or None."""
     if problem.dtype != jnp.bfloat16:
         return f"mosaic_gpu takes queries of bfloat16, not of {problem.dtype.name}"
     if problem.kv_dtype not in (jnp.bfloat16, jnp.float8_e4m3fn):
@@ -160,11 +145,6 @@ def candidates(kind: str, problem: Problem, target: KernelTarget) -> list[dict[s
         for warpgroups in (1, 2)
         for p_smem in (0, 1)
     ]
-
-
-def _cpu_threads() -> int:
-    """Return the number of threads that XLA uses on a CPU."""
-    return int(os.environ.get("NPROC") or os.cpu_count() or 1)
 
 
 def _splits(programs: int, blocks: int, *, interpret: bool) -> int:

@@ -50,9 +50,7 @@ _TABLE_PAGES = 2**15
 
 
 def refusal(problem: Problem, target: KernelTarget) -> str | None:
-    """Return what isn't supported (device, dtype, head size, ratio of heads or page size), or None."""
-    if target.platform not in ("tpu", "cpu"):
-        return f"mosaic_tpu compiles for TPUs, not for {target.platform}"
+    """Return what isn't supported (dtype, head size, ratio of heads or page size), or None."""
     if problem.dtype.name not in DTYPES:
         return f"mosaic_tpu computes in {' and '.join(DTYPES)}, not in {problem.dtype.name}"
     if problem.kv_dtype.name not in DTYPES and not is_float8(problem.kv_dtype):

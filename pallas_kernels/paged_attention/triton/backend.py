@@ -47,18 +47,11 @@ _PARTIAL_BYTES = 32 * 2**20
 
 
 def refusal(problem: Problem, target: KernelTarget) -> str | None:
-    """Return what isn't supported (device, dtype, head size, ratio of heads or page size), or None."""
-    if target.platform not in ("cuda", "gpu", "cpu"):
-        return f"triton compiles for NVIDIA GPUs, not for {target.platform}"
-    capability = target.capability
-    if target.platform != "cpu" and (capability is None or capability < (8, 0)):
-        return (
-            f"triton needs an NVIDIA GPU of compute capability 8.0 (Ampere) or newer, not {target.kind or 'this one'}"
-        )
+    """Return what isn't supported (dtype, head size, ratio of heads or page size), or None."""
     if problem.dtype.name not in DTYPES:
         return f"triton computes in {', '.join(DTYPES)}, not in {problem.dtype.name}"
     if problem.kv_dtype == jnp.float8_e4m3fn:
-        if capability is not None and capability < _CONVERTS_FP8:
+        if target.capability is not None and target.capability < _CONVERTS_FP8:
             return (
                 f"a KV cache of float8_e4m3fn needs compute capability 8.9 (Ada) or newer, not {target.kind}, which "
                 "takes float8_e5m2"

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from pallas_kernels.paged_attention import KernelTarget, Problem, choose_backend
+from pallas_kernels.paged_attention import BACKENDS, KernelTarget, Problem, choose_backend
 from pallas_kernels.paged_attention.mosaic_gpu import backend as mosaic_gpu
 from pallas_kernels.paged_attention.mosaic_gpu import convert, decode, parts, prefill
 from tests.pallas_kernels.paged_attention import test_paged_attention as suite
@@ -220,12 +220,12 @@ def test_it_is_for_hopper_and_only_on_request() -> None:
         KernelTarget("cuda", "NVIDIA L4", (8, 9)),
         KernelTarget("tpu"),
     ):
-        assert mosaic_gpu.refusal(PROBLEM, target) is not None
+        assert BACKENDS.refusal("mosaic_gpu", target, (PROBLEM,)) is not None
 
 
 def test_its_interpreter_needs_enough_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NPROC", "2")
-    assert "set NPROC=8" in str(mosaic_gpu.refusal(PROBLEM, KernelTarget("cpu")))
+    assert "set NPROC=8" in str(BACKENDS.refusal("mosaic_gpu", KernelTarget("cpu"), (PROBLEM,)))
 
 
 def test_the_candidates_include_the_rules_sizes() -> None:

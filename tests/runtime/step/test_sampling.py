@@ -25,8 +25,9 @@ from jaxserve.runtime.step.sampling import DrawnRows, Logprobs
 from jaxserve.runtime.step.slot_update import sampling_row
 from jaxserve.runtime.step.state import SamplingRows
 from jaxserve.step_plan import SlotOpen
+from pallas_kernels import dispatch
 from pallas_kernels.paged_attention import KernelTarget
-from pallas_kernels.sampling import SEEN_IN_PROMPT, IntColumn, api, row_kernels
+from pallas_kernels.sampling import SEEN_IN_PROMPT, IntColumn, row_kernels
 from tests.extremes import extremes
 from tests.runtime import plain_sampling
 from tests.runtime.tiny import on_mesh, opening
@@ -61,13 +62,7 @@ def sample_all_by_triton(*arguments: Any) -> Any:
 def _sample_all_by_xla(*arguments: Any) -> Any:
     """Compute `sample_all` as on devices that we have no kernels for."""
 
-    def fallback(_: Any, otherwise: Callable[..., Any], *operands: Any) -> Any:
-        return otherwise(*operands)
-
-    with (
-        mock.patch.object(sampling, "kernel_or_fallback", fallback),
-        mock.patch.object(api, "kernel_or_fallback", fallback),
-    ):
+    with mock.patch.object(dispatch, "on_cpu", lambda _, otherwise, *operands: otherwise(*operands)):
         return sample_all(*arguments)
 
 
