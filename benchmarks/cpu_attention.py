@@ -25,7 +25,16 @@ import numpy as np
 
 from jaxserve.cli.common.table import format_table
 from pallas_kernels.cpu import cpu_features
-from pallas_kernels.paged_attention import Backend, BackendName, PagedKV, kv_layout, paged_attention, target_of
+from pallas_kernels.paged_attention import (
+    AttentionOptions,
+    Backend,
+    BackendName,
+    PagedKV,
+    Rows,
+    kv_layout,
+    paged_attention,
+    target_of,
+)
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, PAGE = 30, 9, 3, 64, 16
 BACKENDS: tuple[BackendName, ...] = ("reference", "cpu")
@@ -116,28 +125,29 @@ def compiled(shape: Shape, name: BackendName) -> Callable[[], None]:
     numbers = functools.partial(jax.random.normal, dtype=jnp.bfloat16)
     kv = layout.paged_kv(numbers(jax.random.key(0), layout.shape), numbers(jax.random.key(1), layout.shape))
     is_decode = shape.new == 1
-    where = (
+    rows = Rows(
         jnp.asarray(table),
         jnp.arange(shape.rows + 1, dtype=jnp.int32) * shape.new,
         jnp.full(shape.rows, shape.length, jnp.int32),
         jnp.int32(shape.rows if is_decode else 0),
         jnp.int32(shape.rows),
+        decode_only=is_decode,
     )
     q = numbers(jax.random.key(2), (shape.rows * shape.new, HEADS, HEAD_DIM))
-    backend = Backend(name, target=target_of(jax.devices("cpu")[0]))
-    attend = functools.partial(paged_attention, scale=HEAD_DIM**-0.5, decode_only=is_decode, backend=backend)
+    backend = Backend(name, target_of(jax.devices("cpu")[0]))
+    attend = functools.partial(paged_attention, options=AttentionOptions(HEAD_DIM**-0.5), backend=backend)
 
-    def step(kv: PagedKV, q: jax.Array, *where: jax.Array) -> tuple[jax.Array, PagedKV]:
+    def step(kv: PagedKV, q: jax.Array, rows: Rows) -> tuple[jax.Array, PagedKV]:
         for layer in range(LAYERS):
-            out, kv = attend(q, q[:, :KV_HEADS], q[:, KV_HEADS : 2 * KV_HEADS], kv, layer, *where)
+            out, kv = attend(q, q[:, :KV_HEADS], q[:, KV_HEADS : 2 * KV_HEADS], kv, layer, rows)
             q = q + out
         return q, kv
 
-    program = jax.jit(step, donate_argnums=0).lower(kv, q, *where).compile(_compiler_options())
+    program = jax.jit(step, donate_argnums=0).lower(kv, q, rows).compile(_compiler_options())
     held = [kv]
 
     def run() -> None:
-        out, held[0] = program(held[0], q, *where)
+        out, held[0] = program(held[0], q, rows)
         jax.block_until_ready((out, held[0]))
 
     return run

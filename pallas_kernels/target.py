@@ -20,6 +20,11 @@ class KernelTarget:
     blocks: frozenset[tuple[str, str, int]] = frozenset()
     cores: int | None = None
 
+    @property
+    def multiplies_fp8(self) -> bool:
+        """Whether it is an NVIDIA GPU whose tensor cores multiply fp8: from Ada on."""
+        return self.capability is not None and self.capability >= (8, 9)
+
 
 CPU = KernelTarget("cpu")
 

@@ -58,8 +58,8 @@ ORDER_INSIDE = {
                                          "serve"), "main"],
     "jaxserve.server": ["errors", "server_state", "http", "generation", "openai", "sglang", "admin", "app", "follower",
                         "lifecycle"],
-    "pallas_kernels.paged_attention": ["layout", "problem", ("pages", "tuning", "write"), "reference", "cpu", "triton",
-                                       "mosaic_gpu", "mosaic_tpu", "backends", "api"],
+    "pallas_kernels.paged_attention": ["layout", "problem", "arguments", ("pages", "tuning", "write"), "reference",
+                                       "cpu", "triton", "mosaic_gpu", "mosaic_tpu", "backends", "api"],
 }  # fmt: skip
 WITHOUT_JAX = {*BASE, "engine", "text", "server", "llm", "bench", "cli", "__main__", "__init__"}
 JAX = {"jax", "jaxlib", "flax", "jaxtyping", "orbax", "pallas_kernels"}

@@ -10,12 +10,11 @@ import numpy as np
 
 from device_sections.machine import COPY, MATMUL
 from device_sections.run import SectionRun, seconds_per_call
+from pallas_kernels.dispatch import Backend, BackendName
 from pallas_kernels.expert_routing import Routing, choose_experts, group_by_expert
-from pallas_kernels.grouped_matmul import choose_backend, grouped_matmul
-from pallas_kernels.grouped_matmul.backends import backend_module
+from pallas_kernels.grouped_matmul import BACKENDS, choose_backend, grouped_matmul
 from pallas_kernels.grouped_matmul.tuning import Experts
-from pallas_kernels.quantized_matmul import Backend, Scheme
-from pallas_kernels.quantized_matmul.backends import BackendName
+from pallas_kernels.quantized_matmul import Scheme
 from pallas_kernels.target import CPU, KernelTarget, target_of
 from pallas_kernels.tune.experts import Model, make_step
 from tests.pallas_kernels.grouped_matmul.cases import CASES, Case, make_case
@@ -54,8 +53,8 @@ def correctness(run: SectionRun) -> None:
 
 
 def _compare(run: SectionRun, name: Any) -> None:
-    target, module = target_of(run.device), backend_module(name)
-    taken = [case for case in CASES if module.refusal(case.outputs, case.inputs, case.scheme, target) is None]
+    target = target_of(run.device)
+    taken = [case for case in CASES if BACKENDS.refusal(name, target, (case.outputs, case.inputs, case.scheme)) is None]
     checks = {str(case): functools.partial(_fault, case, Backend(name, target)) for case in taken}
     run.compare(f"experts, {name}", checks, len(CASES) - len(taken))
 

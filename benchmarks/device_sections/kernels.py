@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,20 +16,29 @@ from device_sections import experts, quantized, sampling, small_model
 from device_sections.machine import COPY, MATMUL
 from device_sections.run import SectionRun, seconds_per_call
 from pallas_kernels.paged_attention import (
+    BACKENDS,
+    AttentionOptions,
     Backend,
     BackendName,
     KernelTarget,
     Problem,
+    Rows,
     choose_backend,
     kv_layout,
     paged_attention,
     target_of,
 )
-from pallas_kernels.paged_attention.backends import backend_module
 from pallas_kernels.paged_attention.layout import as_pool_rows
 from pallas_kernels.tune.task import random_array
 from tests.pallas_kernels.paged_attention import naive
-from tests.pallas_kernels.paged_attention.cases import CASES, Batch, Case, make_batch
+from tests.pallas_kernels.paged_attention.cases import (
+    CASES,
+    Batch,
+    Case,
+    make_batch,
+    options_of,
+    rows_of,
+)
 
 # Heads of a Llama-3.1-8B.
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
@@ -81,12 +90,12 @@ def every_case(run: SectionRun) -> None:
     backend on a few; each backend in a process of its own."""
     target = target_of(run.device)
     if not run.part:
-        run.in_processes([name for name in get_args(BackendName) if _refusal(name, _VARIED[0], target) is None])
+        run.in_processes([name for name in BACKENDS.names if _refusal(name, _VARIED[0], target) is None])
         return
     name: Any = run.part
     if choose_backend(target, _problem(_VARIED[0])).name != name:
         _compare(run, name, [*_VARIED, *_cases(name, target)])
-    if hasattr(backend_module(name), "candidates"):
+    if hasattr(BACKENDS.module(name), "candidates"):
         _variants(run, name, target)
 
 
@@ -100,15 +109,15 @@ def _compare(run: SectionRun, name: BackendName, cases: Sequence[Case]) -> None:
 
 def _refusal(name: BackendName, case: Case, target: KernelTarget) -> str | None:
     """Return why a backend doesn't take a case, or None."""
-    return backend_module(name).refusal(_problem(case), target)
+    return BACKENDS.refusal(name, target, (_problem(case),))
 
 
 def _variants(run: SectionRun, name: BackendName, target: KernelTarget) -> None:
     """Check every set of block sizes that tuning may choose on one case of each kind."""
-    module: Any = backend_module(name)
+    module: Any = BACKENDS.module(name)
     for case in _VARIED:
         kind, problem = case.name.partition(" ")[0], _problem(case)
-        if module.refusal(problem, target) is not None:
+        if BACKENDS.refusal(name, target, (problem,)) is not None:
             continue
         checks = {}
         for blocks in module.candidates(kind, problem, target):
@@ -120,7 +129,7 @@ def _variants(run: SectionRun, name: BackendName, target: KernelTarget) -> None:
 def _cases(name: BackendName, target: KernelTarget) -> Iterator[Case]:
     """Yield the suite's cases, in bfloat16 if the backend refuses float32."""
     for case in CASES:
-        if case.dtype == "float32" and backend_module(name).refusal(_problem(case), target) is not None:
+        if case.dtype == "float32" and BACKENDS.refusal(name, target, (_problem(case),)) is not None:
             yield dataclasses.replace(case, name=f"{case.name}, bfloat16", dtype="bfloat16")
         else:
             yield case
@@ -135,15 +144,11 @@ def _fault(
     case: Case, name: BackendName, run: SectionRun, blocks: frozenset[tuple[str, str, int]] = frozenset()
 ) -> str | None:
     batch = make_batch(case)
-    scale = case.head_dim**-0.5 if case.scale is None else case.scale
-    options = {"scale": scale, "window": case.window, "soft_cap": case.soft_cap, "decode_only": case.decode_only}
-    options |= {"max_queries": case.max_queries}
     target = dataclasses.replace(target_of(run.device), blocks=blocks)
-    call = jax.jit(functools.partial(paged_attention, **options, backend=Backend(name, target=target)))
-    rest = (batch.page_table, batch.query_starts, batch.kv_lens, np.int32(batch.num_decodes))
+    call = jax.jit(functools.partial(paged_attention, backend=Backend(name, target)))
     kv = _pool_of(case, batch, _layout_platform(name, run))
-    out, _ = call(batch.q, batch.k, batch.v, kv, np.int32(case.layer), *rest, np.int32(batch.num_seqs),
-                  sinks=batch.sinks)  # fmt: skip
+    where = np.int32(case.layer), rows_of(case, batch), options_of(case, batch)
+    out, _ = call(batch.q, batch.k, batch.v, kv, *where)
     expected = naive.attention(case, batch)
     error = float(np.abs(np.asarray(out)[: len(expected)].astype(np.float64) - expected).max(initial=0.0))
     return None if error <= _TOLERANCE[case.dtype] else f"error {error:.3g}"
@@ -212,9 +217,7 @@ def _over(kv_dtype: np.dtype) -> str:
 def _usable(run: SectionRun, kv_dtype: np.dtype) -> Iterator[BackendName]:
     """Yield the kernels that support this device; the portable one only if there is no other."""
     problem = Problem(HEADS, KV_HEADS, HEAD_DIM, 16, _BF16, kv_dtype)
-    able = [
-        name for name in get_args(BackendName) if backend_module(name).refusal(problem, target_of(run.device)) is None
-    ]
+    able = [name for name in BACKENDS.names if BACKENDS.refusal(name, target_of(run.device), (problem,)) is None]
     yield from [name for name in able if name != "reference"] or able
 
 
@@ -249,17 +252,11 @@ def _measure(
     queries = random_array((sum(new), HEADS, HEAD_DIM), jnp.bfloat16)
     fresh = random_array((sum(new), KV_HEADS, HEAD_DIM), jnp.bfloat16)
     lengths = np.array([length for length, _ in rows], np.int32)
-    facts = jax.device_put((np.int32(0), page_table, starts, lengths, np.int32(len(rows) if decode_only else 0),
-                            np.int32(len(rows))))  # fmt: skip
-    call = jax.jit(
-        functools.partial(
-            paged_attention,
-            scale=HEAD_DIM**-0.5,
-            decode_only=decode_only,
-            backend=Backend(name, target=target_of(run.device)),
-        ),
-        donate_argnums=3,
-    )
+    counts = np.int32(len(rows) if decode_only else 0), np.int32(len(rows))
+    of_rows = Rows(page_table, starts, lengths, *counts, decode_only=decode_only)
+    facts = jax.device_put((np.int32(0), of_rows, AttentionOptions(HEAD_DIM**-0.5)))
+    backend = Backend(name, target_of(run.device))
+    call = jax.jit(functools.partial(paged_attention, backend=backend), donate_argnums=3)
     seconds, _ = seconds_per_call(
         lambda state: call(queries, fresh, fresh, state[1], *facts), (queries, kv), calls=1 if run.tiny else 20
     )

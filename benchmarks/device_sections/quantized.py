@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +13,9 @@ import numpy as np
 
 from device_sections.machine import COPY
 from device_sections.run import SectionRun, seconds_per_call
-from pallas_kernels.quantized_matmul import Backend, QuantizedWeight, Scheme, choose_backend, make_weight
+from pallas_kernels.dispatch import Backend, BackendName
+from pallas_kernels.quantized_matmul import BACKENDS, QuantizedWeight, Scheme, choose_backend, make_weight
 from pallas_kernels.quantized_matmul import quantized_matmul as multiply
-from pallas_kernels.quantized_matmul.backends import BackendName, backend_module
 from pallas_kernels.target import KernelTarget, target_of
 from pallas_kernels.tune.task import random_array
 from tests.pallas_kernels.quantized_matmul.cases import CASES, Case, make_product
@@ -52,7 +52,7 @@ def correctness(run: SectionRun) -> None:
     target = target_of(run.device)
     cases = [dataclasses.replace(case, out=(*case.out[:-1], -(-case.out[-1] // _TILE) * _TILE)) for case in CASES]
     if not run.part:
-        names = [name for name in get_args(BackendName) if any(_refusal(name, case, target) is None for case in cases)]
+        names = [name for name in BACKENDS.names if any(_refusal(name, case, target) is None for case in cases)]
         run.in_processes(names)
     else:
         _compare(run, run.part, cases)
@@ -66,7 +66,7 @@ def _compare(run: SectionRun, name: Any, cases: Sequence[Case]) -> None:
 
 
 def _refusal(name: BackendName, case: Case, target: KernelTarget) -> str | None:
-    return backend_module(name).refusal(int(np.prod(case.out)), case.inputs, case.scheme, target)
+    return BACKENDS.refusal(name, target, (int(np.prod(case.out)), case.inputs, case.scheme))
 
 
 def _fault(case: Case, backend: Backend) -> str | None:
@@ -101,8 +101,8 @@ def products(run: SectionRun) -> None:
 
 def _kernels(out_dim: int, in_dim: int, scheme: Scheme, target: KernelTarget) -> list[Backend]:
     """Return the backends that take a weight here, the chosen one first, without the reference."""
-    names = [choose_backend(out_dim, in_dim, scheme, target).name, *get_args(BackendName)]
-    able = [name for name in names if backend_module(name).refusal(out_dim, in_dim, scheme, target) is None]
+    names = [choose_backend(out_dim, in_dim, scheme, target).name, *BACKENDS.names]
+    able = [name for name in names if BACKENDS.refusal(name, target, (out_dim, in_dim, scheme)) is None]
     return [Backend(name, target) for name in dict.fromkeys(able) if name != "reference"]
 
 

@@ -9,14 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from device_sections.run import SectionRun
-from jaxserve.runtime.step.sampling import uses_triton
-from pallas_kernels.sampling import reference
-from pallas_kernels.sampling.triton import Columns, SlotTable, TopLogits, draw_tokens, top_logits
+from pallas_kernels.dispatch import has_triton
+from pallas_kernels.sampling import DrawParameters, FloatColumn, IntColumn, SlotTable, reference
+from pallas_kernels.sampling.triton import TopLogits, draw_tokens, top_logits
 from pallas_kernels.target import target_of
 
 _VOCABS = (32064, 49152, 128256, 151936, 201088)
 _ROWS = 64
-_COLUMNS = Columns(("top_k",), ("temperature", "top_p", "min_p"))
 _TOP = 20
 _NORMALIZER_TOLERANCE = 1e-4
 
@@ -24,7 +23,7 @@ _NORMALIZER_TOLERANCE = 1e-4
 def check(run: SectionRun) -> None:
     """Compare draws under random parameters, and the largest logits, with XLA's; one draw of all may differ, where two
     sums of many probabilities round apart."""
-    interpret = not uses_triton(target_of(run.device))
+    interpret = not has_triton(target_of(run.device))
     checks = {}
     for vocab in (100, 700) if run.tiny else _VOCABS:
         checks[f"draws of {vocab}"] = functools.partial(_draws, vocab, interpret)
@@ -35,22 +34,25 @@ def check(run: SectionRun) -> None:
 def _draws(vocab: int, interpret: bool) -> str | None:
     rng = np.random.default_rng(vocab)
     keys = rng.integers(0, 2**32, (_ROWS, 2), np.uint32)
-    columns = [
+    parameters = DrawParameters(
         rng.choice([0, 0.3, 1, 1, 2], _ROWS).astype(np.float32),
         rng.choice([0, 0, 1, 7, 50, 10**6], _ROWS).astype(np.int32),
         rng.choice([1, 1, 0.1, 0.5, 0.9, 0.99], _ROWS).astype(np.float32),
         rng.choice([0, 0, 0, 0.05], _ROWS).astype(np.float32),
-    ]
+    )
+    ints, floats = np.zeros((_ROWS, len(IntColumn)), np.int32), np.zeros((_ROWS, len(FloatColumn)), np.float32)
+    ints[:, IntColumn.TOP_K] = parameters.top_k
+    drawn = parameters.temperature, parameters.top_p, parameters.min_p
+    floats[:, [FloatColumn.TEMPERATURE, FloatColumn.TOP_P, FloatColumn.MIN_P]] = np.stack(drawn, axis=1)
+    table = SlotTable(np.arange(_ROWS, dtype=np.int32), ints, floats)
 
     @jax.jit
-    def by_triton(logits: jax.Array, keys: jax.Array, *columns: jax.Array) -> jax.Array:
-        temperature, top_k, top_p, min_p = columns
-        table = SlotTable(jnp.arange(_ROWS), top_k[:, None], jnp.stack([temperature, top_p, min_p], axis=1))
-        live = jnp.ones(_ROWS, bool)
-        return draw_tokens(logits, None, keys, live, table, _COLUMNS, interpret=interpret)
+    def by_triton(logits: jax.Array, keys: jax.Array, table: SlotTable) -> jax.Array:
+        return draw_tokens(logits, None, keys, jnp.ones(_ROWS, bool), table, interpret=interpret)
 
     logits = rng.normal(0, 3, (_ROWS, vocab)).astype(np.float32)
-    found, expected = (np.asarray(draw(logits, keys, *columns)) for draw in (by_triton, jax.jit(reference.draw_tokens)))
+    found = np.asarray(by_triton(logits, keys, table))
+    expected = np.asarray(jax.jit(reference.draw_tokens)(logits, keys, parameters))
     rows = np.flatnonzero(found != expected)
     return None if len(rows) <= 1 else f"other tokens in {len(rows)} of {_ROWS} rows, the first {rows[0]}"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import flax.struct
 import jax
@@ -14,7 +13,14 @@ from jaxserve.layers.batch import KVLayer, KVPools, TokenBatch, replace_pool
 from jaxserve.layers.linear import linear, row_parallel
 from jaxserve.layers.norm import rms_norm, rms_norm_of_shards
 from jaxserve.layers.rope import Rotation, rotate
-from pallas_kernels.paged_attention import Backend, paged_attention, qkv_attention
+from pallas_kernels.paged_attention import (
+    AttentionOptions,
+    Backend,
+    Preparation,
+    paged_attention,
+    qkv_attention,
+    takes_qkv,
+)
 from pallas_kernels.quantized_matmul import HeldWeight
 
 
@@ -74,29 +80,25 @@ def self_attention(
     kv_heads, rows, head_dim, _ = params.qkv.shape
     bias = None if params.qkv_bias is None else params.qkv_bias.reshape(-1)
     weight = params.qkv.reshape(kv_heads * rows * head_dim, -1)
-    pool, index, table = kv[layer.group], layer.index, batch.page_tables[layer.group]
-    where = table, batch.query_starts, batch.kv_lens, batch.num_decodes, batch.num_seqs
-    options: dict[str, Any] = {
-        "scale": head_dim**-0.5 if settings.scale is None else settings.scale,
-        "window": settings.window,
-        "soft_cap": settings.soft_cap,
-        "sinks": None if params.sinks is None else params.sinks.reshape(-1).astype(jnp.float32),
-        "decode_only": batch.decode_only,
-        "max_queries": batch.max_queries,
-        "backend": settings.backend,
-    }
+    options = AttentionOptions(
+        scale=head_dim**-0.5 if settings.scale is None else settings.scale,
+        window=settings.window,
+        soft_cap=settings.soft_cap,
+        sinks=None if params.sinks is None else params.sinks.reshape(-1).astype(jnp.float32),
+    )
+    where = kv[layer.group], layer.index, batch.rows(layer.group), options, settings.backend
     norms = None if params.q_norm is None or params.k_norm is None else (params.q_norm, params.k_norm)
-    if settings.backend.takes_qkv and not layer.reuses and (norms is None or norms[0].ndim == 1):
+    if takes_qkv(settings.backend) and not layer.reuses and (norms is None or norms[0].ndim == 1):
         turns = None if rotation is None else (rotation[0][:, 0, 0], rotation[1][:, 0, 1])
-        options |= {"eps": settings.norm_eps, "query_scale": query_scale}
-        options |= {"norm_values": settings.norm_values, "keys_as_values": settings.keys_as_values}
-        attended, pool = qkv_attention(linear(x, weight), bias, norms, turns, pool, index, *where, **options)
+        forms = settings.norm_values, settings.keys_as_values
+        preparation = Preparation(settings.norm_eps, bias, norms, turns, query_scale, *forms)
+        attended, pool = qkv_attention(linear(x, weight), preparation, *where)
     else:
         heads = linear(x, weight, bias).reshape(len(x), kv_heads, rows, head_dim)
         q, k, v = _heads(heads, params, rotation, settings, reuses=layer.reuses)
         if query_scale is not None:
             q *= query_scale[:, None, None].astype(q.dtype)
-        attended, pool = paged_attention(q, k, v, pool, index, *where, **options)
+        attended, pool = paged_attention(q, k, v, *where)
     output = params.output.reshape(params.output.shape[0], -1)
     return row_parallel(attended.reshape(len(x), -1), output, params.output_bias), replace_pool(kv, layer.group, pool)
 

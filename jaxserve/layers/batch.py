@@ -6,7 +6,7 @@ import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Int32
 
-from pallas_kernels.paged_attention import PagedKV
+from pallas_kernels.paged_attention import PagedKV, Rows
 
 KVPools = tuple[PagedKV, ...]
 """The keys and values of a rank, by KV group."""
@@ -41,6 +41,11 @@ class TokenBatch:
     def live(self) -> Bool[Array, " tokens"]:
         """Which tokens are some sequence's, and no padding."""
         return jnp.arange(self.num_tokens, dtype=jnp.int32) < self.query_starts[self.num_seqs]
+
+    def rows(self, group: int) -> Rows:
+        """Return the rows, with the page table of a KV group."""
+        where = self.page_tables[group], self.query_starts, self.kv_lens, self.num_decodes, self.num_seqs
+        return Rows(*where, decode_only=self.decode_only, max_queries=self.max_queries)
 
 
 @flax.struct.dataclass

@@ -23,7 +23,7 @@ from jaxserve.quant.checkpoint import OnTheFly
 from jaxserve.quant.stored import Stored, StoredWeight, join
 from pallas_kernels import grouped_matmul
 from pallas_kernels.cpu import refusal
-from pallas_kernels.quantized_matmul import BLOCK, STRIP, Backend, NumberType, Scheme, choose_backend
+from pallas_kernels.quantized_matmul import BLOCK, STRIP, Backend, NumberType, Scheme, arrangement, choose_backend
 from pallas_kernels.target import KernelTarget
 
 HEAD: Path = ("output",)
@@ -250,8 +250,8 @@ def _form(
         backend = choose(outputs, inputs, scheme, target)
     if backend.name == "reference":
         return f"no kernel for {target.kind or target.platform} multiplies by {weight.type} of {outputs} x {inputs}"
-    arrangement = backend.arrangement(inputs, scheme)
-    return WeightForm(scheme, weight.factors, weight.zeros, bool(weight.order), backend, arrangement)
+    order = arrangement(backend, inputs, scheme)
+    return WeightForm(scheme, weight.factors, weight.zeros, bool(weight.order), backend, order)
 
 
 def _packed_in_16_bits(

@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from pallas_kernels import dispatch
 from pallas_kernels.activation.cpu import LANES, GatedSilu
-from pallas_kernels.cpu import call, kernel_or_fallback
+from pallas_kernels.cpu import call
 
 
 def gated_silu(both: Float[Array, "tokens two_ffn"]) -> Float[Array, "tokens ffn"]:
@@ -24,6 +25,5 @@ def gated_silu(both: Float[Array, "tokens two_ffn"]) -> Float[Array, "tokens ffn
         out: Array = call(GatedSilu(), jax.ShapeDtypeStruct((len(both), width), both.dtype), both)
         return out
 
-    if both.dtype != jnp.bfloat16 or width % LANES:
-        return plain(both)
-    return kernel_or_fallback(kernel, plain, both)
+    is_supported = both.dtype == jnp.bfloat16 and width % LANES == 0
+    return dispatch.on_cpu(kernel if is_supported else None, plain, both)

@@ -5,10 +5,9 @@ from pallas_kernels.cpu.compile import (
     call,
     cpu_features,
     cpu_name,
-    kernel_or_fallback,
     kernels_in,
     refusal,
     register,
 )
 
-__all__ = ["Kernel", "call", "cpu_features", "cpu_name", "kernel_or_fallback", "kernels_in", "refusal", "register"]
+__all__ = ["Kernel", "call", "cpu_features", "cpu_name", "kernels_in", "refusal", "register"]

@@ -69,13 +69,6 @@ def call(kernel: Kernel, results: Any, *operands: jax.Array, in_place: dict[int,
     return traced(*(written.get(i, x) for i, x in enumerate(operands)))
 
 
-def kernel_or_fallback(kernel: Callable[..., Any], fallback: Callable[..., Any], *operands: Any) -> Any:
-    """Return `kernel(*operands)` in a program for a CPU that compiles kernels, `fallback(*operands)` in any other."""
-    if jax.default_backend() != "cpu" or refusal() is not None:
-        return fallback(*operands)
-    return jax.lax.platform_dependent(*operands, cpu=kernel, default=fallback)
-
-
 def register(kernel: Kernel, code: Code | None = None) -> None:
     """Register a kernel with XLA, once in a process: with the code that `kernels_in` returned in a process on the same
     CPU, or else compiled now. A process that may use other features of the CPU compiles it, too."""

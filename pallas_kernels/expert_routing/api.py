@@ -7,7 +7,7 @@ import functools
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
-from pallas_kernels.cpu import kernel_or_fallback
+from pallas_kernels import dispatch
 from pallas_kernels.expert_routing import cpu, reference
 from pallas_kernels.expert_routing.routing import Routing
 from pallas_kernels.grouped_matmul.groups import Groups
@@ -21,26 +21,21 @@ def choose_experts(
     target: KernelTarget,
 ) -> tuple[Int32[Array, "tokens choices"], Float32[Array, "tokens choices"]]:
     """Return the experts that each token chooses, the best first, and their weights (see `Routing`)."""
-    if _has_kernels(target):
-        # Only GPUs need this compiler's front end.
-        from pallas_kernels.expert_routing import triton
-
-        return triton.choose_experts(logits, correction, routing, interpret=False)
-    return reference.choose_experts(logits, correction, routing)
+    choose = dispatch.triton_kernel("expert_routing", "choose_experts", target) or reference.choose_experts
+    chosen: tuple[Array, Array] = choose(logits, correction, routing)
+    return chosen
 
 
 def group_by_expert(ids: Int32[Array, "tokens choices"], num_experts: int, target: KernelTarget) -> Groups:
     """Sort the pairs of tokens and experts by expert; ids that aren't from 0 to `num_experts - 1` give no pair."""
-    if _has_kernels(target):
-        from pallas_kernels.expert_routing import triton
-
-        return triton.group_by_expert(ids, num_experts, interpret=False)
-    if target.platform != "cpu":
-        return reference.group_by_expert(ids, num_experts)
-    kernel, otherwise = (
+    groups: Groups
+    if kernel := dispatch.triton_kernel("expert_routing", "group_by_expert", target):
+        groups = kernel(ids, num_experts)
+        return groups
+    of_cpu, otherwise = (
         functools.partial(module.group_by_expert, num_experts=num_experts) for module in (cpu, reference)
     )
-    groups: Groups = kernel_or_fallback(kernel, otherwise, ids)
+    groups = dispatch.on_cpu(of_cpu if target.platform == "cpu" else None, otherwise, ids)
     return groups
 
 
@@ -51,10 +46,5 @@ def add_chosen(
     target: KernelTarget,
 ) -> Float32[Array, "tokens dim"]:
     """Return the weighted sums of the rows at the places of each token; a place beyond the last row adds nothing."""
-    if target.platform == "cpu" and out.dtype == jnp.float32 and out.shape[1] % 16 == 0:
-        return kernel_or_fallback(cpu.add_chosen, reference.add_chosen, out, places, weights)
-    return reference.add_chosen(out, places, weights)
-
-
-def _has_kernels(target: KernelTarget) -> bool:
-    return target.platform in ("cuda", "gpu") and (target.capability or (0, 0)) >= (8, 0)
+    is_supported = target.platform == "cpu" and out.dtype == jnp.float32 and out.shape[1] % 16 == 0
+    return dispatch.on_cpu(cpu.add_chosen if is_supported else None, reference.add_chosen, out, places, weights)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Shaped
 
+from pallas_kernels.dispatch import Backend
 from pallas_kernels.grouped_matmul.gate import Gate
 from pallas_kernels.grouped_matmul.groups import Groups
 from pallas_kernels.quantized_matmul import QuantizedWeight, Scheme, dequantize
@@ -15,7 +16,7 @@ from pallas_kernels.target import KernelTarget
 
 
 def refusal(out_dim: int, in_dim: int, scheme: Scheme | None, target: KernelTarget) -> str | None:
-    """See `backends.BackendModule`."""
+    """See `backends.ExpertsModule`."""
     return None
 
 
@@ -29,10 +30,9 @@ def multiply(
     gate: Gate | None,
     of_tokens: bool,
     out_dtype: Any,
-    target: KernelTarget,
-    interpret: bool,
+    backend: Backend,
 ) -> Float32[Array, "rows out_or_half"]:
-    """See `backends.BackendModule`."""
+    """See `backends.ExpertsModule`."""
     values = x.astype(jnp.float32)
     if factors is not None:
         values = (values.reshape(len(x), factors.shape[1], -1) * factors[..., None]).reshape(x.shape)

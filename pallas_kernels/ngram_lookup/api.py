@@ -6,7 +6,7 @@ import functools
 
 from jaxtyping import Array, Int
 
-from pallas_kernels.cpu import kernel_or_fallback
+from pallas_kernels import dispatch
 from pallas_kernels.ngram_lookup import cpu, reference
 from pallas_kernels.ngram_lookup.index import NgramIndex, NgramLookup
 
@@ -23,7 +23,7 @@ def propose(
 ) -> tuple[NgramIndex, Int[Array, "slots max_drafts"], Int[Array, " slots"]]:
     """Compute `reference.propose`."""
     kernel, otherwise = (functools.partial(module.propose, lookup=lookup) for module in (cpu, reference))
-    proposed: tuple[NgramIndex, Array, Array] = kernel_or_fallback(
+    proposed: tuple[NgramIndex, Array, Array] = dispatch.on_cpu(
         kernel, otherwise, index, drafts, counts, token_slots, positions, tokens, slots
     )
     return proposed

@@ -1,27 +1,43 @@
 """Attention over a paged KV cache: `paged_attention`, `qkv_attention` and the layout of its cache."""
 
+from pallas_kernels.dispatch import Backend, BackendName
 from pallas_kernels.paged_attention.api import paged_attention, qkv_attention
-from pallas_kernels.paged_attention.backends import REFERENCE, Backend, BackendName, choose_backend
+from pallas_kernels.paged_attention.arguments import AttentionOptions, Preparation, Rows
+from pallas_kernels.paged_attention.backends import (
+    BACKENDS,
+    REFERENCE,
+    addressable_pages,
+    choose_backend,
+    kv_platform,
+    takes_qkv,
+)
 from pallas_kernels.paged_attention.layout import KVLayout, PagedKV, kv_layout
 from pallas_kernels.paged_attention.pages import read_pages, write_pages
 from pallas_kernels.paged_attention.problem import Problem, is_float8, largest_float8
 from pallas_kernels.target import KernelTarget, target_of
 
 __all__ = [
+    "BACKENDS",
     "REFERENCE",
+    "AttentionOptions",
     "Backend",
     "BackendName",
     "KVLayout",
     "KernelTarget",
     "PagedKV",
+    "Preparation",
     "Problem",
+    "Rows",
+    "addressable_pages",
     "choose_backend",
     "is_float8",
     "kv_layout",
+    "kv_platform",
     "largest_float8",
     "paged_attention",
     "qkv_attention",
     "read_pages",
+    "takes_qkv",
     "target_of",
     "write_pages",
 ]

@@ -12,10 +12,10 @@ from jaxtyping import Array, Int, Shaped
 
 from pallas_kernels.paged_attention.layout import PagedKV
 
-Rows = Shaped[Array, "count layers kv_heads page_size lanes"]
+PageContents = Shaped[Array, "count layers kv_heads page_size lanes"]
 
 
-def read_pages(kv: PagedKV, pages: Int[Array, " count"]) -> tuple[Rows, ...]:
+def read_pages(kv: PagedKV, pages: Int[Array, " count"]) -> tuple[PageContents, ...]:
     """Return these pages of all layers, one array for each array of the pool; for ids below 0, arbitrary contents."""
     entries = _entries(kv, pages)
     if kv.page_major:
@@ -23,7 +23,7 @@ def read_pages(kv: PagedKV, pages: Int[Array, " count"]) -> tuple[Rows, ...]:
     return tuple(jnp.moveaxis(pool.at[:, entries].get(mode="clip"), 0, 2) for pool in kv.pools)
 
 
-def write_pages(kv: PagedKV, pages: Int[Array, " count"], rows: Sequence[Rows]) -> PagedKV:
+def write_pages(kv: PagedKV, pages: Int[Array, " count"], rows: Sequence[PageContents]) -> PagedKV:
     """Return the pool with the result of a `read_pages` written to these pages; ids below 0 are skipped."""
     entries = _entries(kv, pages)
     if kv.page_major:

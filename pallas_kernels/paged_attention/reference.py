@@ -18,6 +18,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.dispatch import Backend
+from pallas_kernels.paged_attention.arguments import AttentionOptions, Rows
 from pallas_kernels.paged_attention.layout import PagedKV
 from pallas_kernels.paged_attention.problem import Problem
 from pallas_kernels.paged_attention.write import write_kv
@@ -32,7 +34,7 @@ PREFILL_BLOCK = 128
 _MASKED = -1e30
 
 
-class _Options(NamedTuple):
+class _Facts(NamedTuple):
     scale: float
     window: int | None
     soft_cap: float | None
@@ -59,43 +61,32 @@ def paged_attention(
     v: Float[Array, "tokens kv_heads head_dim"] | None,
     kv: PagedKV,
     layer: int | Int[Array, ""],
-    page_table: Int[Array, "rows max_pages"],
-    query_starts: Int[Array, " rows_plus_1"],
-    kv_lens: Int[Array, " rows"],
-    num_decodes: Int[Array, ""],
-    num_seqs: Int[Array, ""],
-    *,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-    sinks: Float[Array, " heads"] | None,
-    decode_only: bool,
-    max_queries: int | None,
-    target: KernelTarget,
-    interpret: bool,
+    rows: Rows,
+    options: AttentionOptions,
+    backend: Backend,
 ) -> tuple[Float[Array, "tokens heads head_dim"], PagedKV]:
     """Compute `api.paged_attention`, in the same way on every target."""
     tokens, heads, head_dim = q.shape
     kv_heads = kv.num_kv_heads
     group = heads // kv_heads
     if k is not None and v is not None:
-        kv = write_kv(k, v, kv, layer, page_table, query_starts, kv_lens, num_seqs)
-    sink_logits = None if sinks is None else sinks.reshape(kv_heads, group)
+        kv = write_kv(k, v, kv, layer, rows)
+    sinks = None if options.sinks is None else options.sinks.reshape(kv_heads, group)
     kv_scales = None if kv.scales is None else kv.scales[:, layer]
-    options = _Options(scale, window, soft_cap, sink_logits, kv_scales)
-    table = _entries(page_table, kv, layer)
+    facts = _Facts(options.scale, options.window, options.soft_cap, sinks, kv_scales)
+    table = _entries(rows.page_table, kv, layer)
     queries = q.reshape(tokens, kv_heads, group, head_dim)
-    rows = min(tokens, page_table.shape[0])
-    lens = jnp.where(jnp.arange(rows) < num_decodes, kv_lens[:rows], 0)
+    most = min(tokens, table.shape[0])
+    lens = jnp.where(jnp.arange(most) < rows.num_decodes, rows.kv_lens[:most], 0)
     shared = jnp.zeros((), jnp.int32)
-    if rows > 1 and window is None:  # of the page table without the layer's offset, so that XLA computes it once
-        shared = _shared_pages(page_table[:rows], lens, kv.page_size)
-    decoded = _decode(queries[:rows], kv, table[:rows], lens, shared, num_decodes, options)
-    if decode_only:
+    if most > 1 and options.window is None:  # of the page table without the layer's offset: XLA computes it once
+        shared = _shared_pages(rows.page_table[:most], lens, kv.page_size)
+    decoded = _decode(queries[:most], kv, table[:most], lens, shared, rows.num_decodes, facts)
+    if rows.decode_only:
         return decoded.reshape(q.shape).astype(q.dtype), kv
     out = jnp.zeros((tokens + QUERY_TILE, kv_heads, group, head_dim), jnp.float32)
     out = lax.dynamic_update_slice_in_dim(out, decoded, 0, axis=0)
-    out = _prefill(queries, out, kv, table, query_starts, kv_lens, num_decodes, num_seqs, options)
+    out = _prefill(queries, out, kv, table, rows, facts)
     return out[:tokens].reshape(q.shape).astype(q.dtype), kv
 
 
@@ -120,7 +111,7 @@ def _decode(
     lens: Int[Array, " rows"],
     shared: Int[Array, ""],
     num_decodes: Int[Array, ""],
-    options: _Options,
+    facts: _Facts,
 ) -> Float[Array, "rows kv_heads group head_dim"]:
     """Compute one query a row: the `shared` pages for all rows at once, then `DECODE_ROWS` rows at a time.
 
@@ -128,10 +119,10 @@ def _decode(
     """
     rows = q.shape[0]
     state = _empty_softmax(q.shape[:3], q.shape[3])
-    if rows > 1 and options.window is None:
-        state = _decode_shared(q, kv, table[0], lens > 0, shared, options)
+    if rows > 1 and facts.window is None:
+        state = _decode_shared(q, kv, table[0], lens > 0, shared, facts)
     if rows <= DECODE_ROWS:
-        return _decode_rows(q, kv, table, lens, shared, state, options)
+        return _decode_rows(q, kv, table, lens, shared, state, facts)
     padding = -rows % DECODE_ROWS
     q, table, lens, state = jax.tree.map(
         lambda x: jnp.pad(x, ((0, padding),) + ((0, 0),) * (x.ndim - 1)), (q, table, lens, state)
@@ -140,7 +131,7 @@ def _decode(
     def body(i: Array, out: Array) -> Array:
         at = i * DECODE_ROWS
         own = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, at, DECODE_ROWS), (q, table, lens, state))
-        done = _decode_rows(own[0], kv, own[1], own[2], shared, own[3], options)
+        done = _decode_rows(own[0], kv, own[1], own[2], shared, own[3], facts)
         return lax.dynamic_update_slice_in_dim(out, done, at, axis=0)
 
     groups = (num_decodes + DECODE_ROWS - 1) // DECODE_ROWS
@@ -154,27 +145,27 @@ def _decode_rows(
     lens: Int[Array, " rows"],
     first: Int[Array, ""],
     state: _RunningSoftmax,
-    options: _Options,
+    facts: _Facts,
 ) -> Float[Array, "rows kv_heads group head_dim"]:
     """Compute decodes from page `first` on; `state` is the softmax over the pages before it.
 
     With a window, each row begins at the first page that it sees instead.
     """
     rows, kv_heads, group, head_dim = q.shape
-    queries = q.reshape(rows * kv_heads, group, head_dim).astype(jnp.float32) * options.scale
-    gather = functools.partial(_gather, kv, options.kv_scales, queries.dtype, head_dim)
+    queries = q.reshape(rows * kv_heads, group, head_dim).astype(jnp.float32) * facts.scale
+    gather = functools.partial(_gather, kv, facts.kv_scales, queries.dtype, head_dim)
     per_block = _decode_pages(kv.page_size, rows=rows)
     block = per_block * kv.page_size
 
-    if options.window is None:
+    if facts.window is None:
         blocks = (jnp.max(lens) - first * kv.page_size + block - 1) // block
     else:
-        first = jnp.maximum(lens - options.window, 0) // kv.page_size
+        first = jnp.maximum(lens - facts.window, 0) // kv.page_size
         blocks = (jnp.max(lens - first * kv.page_size) + block - 1) // block
 
     def pages(i: Array) -> tuple[Array, Array]:
         """Return the entries of block `i` and their positions; both by row with a window."""
-        if options.window is None:
+        if facts.window is None:
             page = first + i * per_block
             entries = lax.dynamic_slice_in_dim(table, page, per_block, axis=1)
         else:
@@ -185,17 +176,17 @@ def _decode_rows(
     def body(i: Array, state: _RunningSoftmax) -> _RunningSoftmax:
         entries, position = pages(i)
         seen = position < lens[:, None]
-        if options.window is not None:
-            seen &= position >= lens[:, None] - options.window
+        if facts.window is not None:
+            seen &= position >= lens[:, None] - facts.window
         seen = jnp.repeat(seen, kv_heads, axis=0)
         keys = gather(0, entries)
         values = jnp.where(seen[:, :, None], gather(1, entries), 0.0)
         logits = jnp.einsum("rgd,rtd->rgt", queries, keys)
-        return _advance(state, _cap(logits, options), seen[:, None], values, "rgt,rtd->rgd")
+        return _advance(state, _cap(logits, facts), seen[:, None], values, "rgt,rtd->rgd")
 
     start = jax.tree.map(lambda x: x.reshape(rows * kv_heads, *x.shape[2:]), state)
     state = lax.fori_loop(0, blocks, body, start)
-    sinks = None if options.sinks is None else jnp.tile(options.sinks, (rows, 1))
+    sinks = None if facts.sinks is None else jnp.tile(facts.sinks, (rows, 1))
     return _finish(state, sinks).reshape(q.shape)
 
 
@@ -217,11 +208,11 @@ def _decode_shared(
     entries: Int[Array, " pages"],
     live: Bool[Array, " rows"],
     num_pages: Int[Array, ""],
-    options: _Options,
+    facts: _Facts,
 ) -> _RunningSoftmax:
     """Return the softmax of the live rows over their first `num_pages` pages, which are the same for all of them."""
     rows, kv_heads, group, head_dim = q.shape
-    queries = (q.astype(jnp.float32) * options.scale).astype(q.dtype)
+    queries = (q.astype(jnp.float32) * facts.scale).astype(q.dtype)
     queries = queries.swapaxes(0, 1).reshape(kv_heads, rows * group, head_dim)
     per_block = max(1, SHARED_BLOCK // kv.page_size)
     block = per_block * kv.page_size
@@ -230,10 +221,10 @@ def _decode_shared(
     def body(i: Array, state: _RunningSoftmax) -> _RunningSoftmax:
         some = lax.dynamic_slice_in_dim(entries, i * per_block, per_block)[None]
         held = i * block + jnp.arange(block, dtype=jnp.int32) < num_pages * kv.page_size
-        keys, values = (_gather(kv, options.kv_scales, q.dtype, head_dim, which, some) for which in (0, 1))
+        keys, values = (_gather(kv, facts.kv_scales, q.dtype, head_dim, which, some) for which in (0, 1))
         values = jnp.where(held[:, None], values, jnp.zeros((), values.dtype))
         logits = jnp.einsum("hqd,htd->hqt", queries, keys, preferred_element_type=jnp.float32)
-        return _advance(state, _cap(logits, options), (query_positions & held)[None], values, "hqt,htd->hqd")
+        return _advance(state, _cap(logits, facts), (query_positions & held)[None], values, "hqt,htd->hqd")
 
     blocks = (num_pages + per_block - 1) // per_block
     state = lax.fori_loop(0, blocks, body, _empty_softmax((kv_heads, rows * group), head_dim))
@@ -245,23 +236,21 @@ def _prefill(
     out: Float[Array, "padded_tokens kv_heads group head_dim"],
     kv: PagedKV,
     table: Int[Array, "rows pages"],
-    query_starts: Int[Array, " rows_plus_1"],
-    kv_lens: Int[Array, " rows"],
-    num_decodes: Int[Array, ""],
-    num_seqs: Int[Array, ""],
-    options: _Options,
+    rows: Rows,
+    facts: _Facts,
 ) -> Float[Array, "padded_tokens kv_heads group head_dim"]:
     """Compute rows from `num_decodes` on, as a work list of query tiles in token order.
 
     The last tile of a row also writes over the next row's first tokens; the next tile overwrites these.
     """
     _, kv_heads, group, head_dim = q.shape
-    gather = functools.partial(_gather, kv, options.kv_scales, q.dtype, head_dim)
+    gather = functools.partial(_gather, kv, facts.kv_scales, q.dtype, head_dim)
     per_block = max(1, PREFILL_BLOCK // kv.page_size)
     block = per_block * kv.page_size
     row_ids = jnp.arange(table.shape[0], dtype=jnp.int32)
+    query_starts, kv_lens = rows.query_starts, rows.kv_lens
     query_lens = query_starts[1:] - query_starts[:-1]
-    live = (row_ids >= num_decodes) & (row_ids < num_seqs)
+    live = (row_ids >= rows.num_decodes) & (row_ids < rows.num_seqs)
     tiles = jnp.where(live, (query_lens + QUERY_TILE - 1) // QUERY_TILE, 0)
     tile_ends = jnp.cumsum(tiles)
     padded = jnp.pad(q, ((0, QUERY_TILE), (0, 0), (0, 0), (0, 0)))
@@ -270,32 +259,32 @@ def _prefill(
         row = jnp.searchsorted(tile_ends, i, side="right", method="compare_all").astype(jnp.int32)
         offset = (i - tile_ends[row] + tiles[row]) * QUERY_TILE
         at = query_starts[row] + offset
-        queries = (lax.dynamic_slice_in_dim(padded, at, QUERY_TILE).astype(jnp.float32) * options.scale).astype(q.dtype)
+        queries = (lax.dynamic_slice_in_dim(padded, at, QUERY_TILE).astype(jnp.float32) * facts.scale).astype(q.dtype)
         queries = queries.transpose(1, 2, 0, 3).reshape(kv_heads, group * QUERY_TILE, head_dim)
         start = kv_lens[row] - query_lens[row] + offset
         query_positions = start + jnp.tile(jnp.arange(QUERY_TILE, dtype=jnp.int32), group)
         end = jnp.minimum(kv_lens[row], start + QUERY_TILE)
         first = jnp.zeros((), jnp.int32)
-        if options.window is not None:
-            first = jnp.maximum(start - options.window + 1, 0) // block
+        if facts.window is not None:
+            first = jnp.maximum(start - facts.window + 1, 0) // block
 
         def body(j: Array, state: _RunningSoftmax) -> _RunningSoftmax:
             entries = lax.dynamic_slice(table, (row, j * per_block), (1, per_block), allow_negative_indices=False)[0]
             position = j * block + jnp.arange(block, dtype=jnp.int32)
             held = position < end
             seen = (position <= query_positions[:, None]) & held
-            if options.window is not None:
-                held &= position > start - options.window
-                seen &= position > query_positions[:, None] - options.window
+            if facts.window is not None:
+                held &= position > start - facts.window
+                seen &= position > query_positions[:, None] - facts.window
             keys = gather(0, entries[None])
             values = gather(1, entries[None])
             values = jnp.where(held[None, :, None], values, jnp.zeros((), values.dtype))
             logits = jnp.einsum("hqd,htd->hqt", queries, keys, preferred_element_type=jnp.float32)
-            return _advance(state, _cap(logits, options), seen[None], values, "hqt,htd->hqd")
+            return _advance(state, _cap(logits, facts), seen[None], values, "hqt,htd->hqd")
 
         blocks = (end + block - 1) // block
         state = lax.fori_loop(first, blocks, body, _empty_softmax((kv_heads, group * QUERY_TILE), head_dim))
-        sinks = None if options.sinks is None else jnp.repeat(options.sinks, QUERY_TILE, axis=1)
+        sinks = None if facts.sinks is None else jnp.repeat(facts.sinks, QUERY_TILE, axis=1)
         done = _finish(state, sinks).reshape(kv_heads, group, QUERY_TILE, head_dim).transpose(2, 0, 1, 3)
         return lax.dynamic_update_slice_in_dim(out, done, at, axis=0)
 
@@ -318,8 +307,8 @@ def _gather(
     return pages.reshape(pages.shape[0] * pages.shape[1], -1, head_dim)
 
 
-def _cap(logits: Float[Array, "..."], options: _Options) -> Float[Array, "..."]:
-    return logits if options.soft_cap is None else options.soft_cap * jnp.tanh(logits / options.soft_cap)
+def _cap(logits: Float[Array, "..."], facts: _Facts) -> Float[Array, "..."]:
+    return logits if facts.soft_cap is None else facts.soft_cap * jnp.tanh(logits / facts.soft_cap)
 
 
 def _empty_softmax(shape: tuple[int, ...], head_dim: int) -> _RunningSoftmax:

@@ -1,7 +1,8 @@
 """Matrix products with quantized weights: the contract, and its backends."""
 
+from pallas_kernels.dispatch import Backend
 from pallas_kernels.quantized_matmul.api import HeldWeight, quantized_matmul
-from pallas_kernels.quantized_matmul.backends import Backend, choose_backend
+from pallas_kernels.quantized_matmul.backends import BACKENDS, arrangement, choose_backend
 from pallas_kernels.quantized_matmul.cpu.layout import (
     BLOCK,
     FACTORS,
@@ -25,6 +26,7 @@ from pallas_kernels.quantized_matmul.layout import (
 from pallas_kernels.quantized_matmul.scheme import NumberType, Scheme
 
 __all__ = [
+    "BACKENDS",
     "BLOCK",
     "FACTORS",
     "FP4_VALUES",
@@ -35,6 +37,7 @@ __all__ = [
     "PackedWeight",
     "QuantizedWeight",
     "Scheme",
+    "arrangement",
     "choose_backend",
     "dequantize",
     "gather_rows",

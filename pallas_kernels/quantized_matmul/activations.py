@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Shaped
 
-from pallas_kernels.quantized_matmul.backends import Backend
+from pallas_kernels.dispatch import Backend, has_triton
 from pallas_kernels.quantized_matmul.layout import FP8
 from pallas_kernels.quantized_matmul.scheme import Scheme
 from pallas_kernels.target import KernelTarget
@@ -72,8 +72,8 @@ def _group(x: Array, scheme: Scheme) -> int:
 
 def _has_kernel(inputs: int, size: int, scheme: Scheme, target: KernelTarget) -> bool:
     """Return whether a kernel quantizes such rows on this target; static scales need no pass to find them."""
-    if target.platform not in ("cuda", "gpu") or scheme.activations == "static":
+    if not has_triton(target) or scheme.activations == "static":
         return False
-    if (target.capability or (0, 0)) < ((8, 9) if scheme.numbers == "fp8" else (8, 0)):
+    if scheme.numbers == "fp8" and not target.multiplies_fp8:
         return False
     return inputs <= _MOST_INPUTS and (size == inputs or size & (size - 1) == 0)

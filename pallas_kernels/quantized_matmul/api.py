@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.quantized_matmul.activations import quantize_inputs
-from pallas_kernels.quantized_matmul.backends import backend_module
+from pallas_kernels.quantized_matmul.backends import BACKENDS
 from pallas_kernels.quantized_matmul.cpu.backend import multiply_packed
 from pallas_kernels.quantized_matmul.cpu.layout import PackedWeight
 from pallas_kernels.quantized_matmul.layout import QuantizedWeight
@@ -36,5 +36,5 @@ def quantized_matmul(
         x = x[:, weight.order]
     if scheme.activations is not None:
         x, factors = quantize_inputs(x, scheme, weight.input_scale, backend, one_pass=one_pass)
-    options = {"out_dtype": out_dtype, "target": backend.target, "interpret": backend.interpret}
-    return backend_module(backend.name).multiply(x, factors, weight, **options)[:rows].astype(out_dtype)
+    module = BACKENDS.module(backend.name)
+    return module.multiply(x, factors, weight, out_dtype=out_dtype, backend=backend)[:rows].astype(out_dtype)

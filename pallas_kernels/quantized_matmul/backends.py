@@ -2,52 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
-import importlib
-from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol
 
 from jaxtyping import Array, Float, Float32, Shaped
 
+from pallas_kernels.dispatch import Backend, BackendTable
 from pallas_kernels.quantized_matmul.scheme import Scheme
-from pallas_kernels.target import CPU, KernelTarget
+from pallas_kernels.target import KernelTarget
 
 if TYPE_CHECKING:
     from pallas_kernels.quantized_matmul.layout import QuantizedWeight
 
-BackendName = Literal["reference", "xla", "triton", "mosaic_gpu", "mosaic_tpu"]
 
-# Best first; the reference supports everything. XLA takes few schemes, and of its products times those of cuBLASLt and
-# kernels of its own on the device that they are compiled for.
-#
-# On Hopper, mosaic_gpu should be faster than triton by its machine code for an H200, but no device has timed it yet. An
-# H100 found its products right but those of fp8 with fp8, whose sums tensor cores keep to 1e-4 of the magnitudes.
-# At one row, a scheduler issues 700 instructions for 16 KiB of 4-bit weights, which take 880 cycles to arrive, with
-# 112 KiB in flight and the same share for each core: 80 to 90 % of the memory's speed in large products. At 64 rows,
-# the tensor cores take 1,020 cycles for as much. At 2,048 rows, a warpgroup issues 270 instructions besides products
-# that take 512 cycles, during those of another one: 600 to 700 TFLOP/s.
-_ON_GPUS: tuple[BackendName, ...] = ("xla", "triton", "mosaic_gpu")
-_PREFERRED: dict[str, tuple[BackendName, ...]] = {"cuda": _ON_GPUS, "gpu": _ON_GPUS, "tpu": ("xla", "mosaic_tpu")}
-
-
-@dataclasses.dataclass(frozen=True)
-class Backend:
-    """A backend, and the device it compiles for."""
-
-    name: BackendName = "reference"
-    target: KernelTarget = CPU
-
-    @property
-    def interpret(self) -> bool:
-        """Whether its kernels are interpreted: a CPU can't run kernels of GPUs and TPUs."""
-        return self.target.platform == "cpu" and self.name not in ("reference", "xla")
-
-    def arrangement(self, in_dim: int, scheme: Scheme) -> tuple[int, ...]:
-        """Return how the numbers of a weight of one shard must be arranged (see `QuantizedWeight`)."""
-        arrange = getattr(backend_module(self.name), "arrangement", None)
-        return () if arrange is None else arrange(in_dim, scheme, self.target)
-
-
-class BackendModule(Protocol):
+class ProductModule(Protocol):
     """The functions that every backend's module has.
 
     A backend whose kernel needs the numbers of a weight in another order also has `arrangement`.
@@ -63,8 +30,7 @@ class BackendModule(Protocol):
         weight: QuantizedWeight,
         *,
         out_dtype: Any,
-        target: KernelTarget,
-        interpret: bool,
+        backend: Backend,
     ) -> Float[Array, "tokens out_dim"]:
         """Return `x @ weight.T` with sums in float32, or rounded to `out_dtype`, which is what the caller makes them.
 
@@ -73,15 +39,32 @@ class BackendModule(Protocol):
         """
 
 
-def backend_module(name: BackendName) -> BackendModule:
-    """Return a backend's module; imported when needed, as each imports another compiler's front end."""
-    file = name if name in ("reference", "xla") else f"{name}.backend"
-    return cast(BackendModule, importlib.import_module(f"pallas_kernels.quantized_matmul.{file}"))
+# XLA takes few schemes, and of its products times those of cuBLASLt and
+# kernels of its own on the device that they are compiled for.
+#
+# On Hopper, mosaic_gpu should be faster than triton by its machine code for an H200, but no device has timed it yet. An
+# H100 found its products right but those of fp8 with fp8, whose sums tensor cores keep to 1e-4 of the magnitudes.
+# At one row, a scheduler issues 700 instructions for 16 KiB of 4-bit weights, which take 880 cycles to arrive, with
+# 112 KiB in flight and the same share for each core: 80 to 90 % of the memory's speed in large products. At 64 rows,
+# the tensor cores take 1,020 cycles for as much. At 2,048 rows, a warpgroup issues 270 instructions besides products
+# that take 512 cycles, during those of another one: 600 to 700 TFLOP/s.
+BACKENDS = BackendTable[ProductModule](
+    "quantized_matmul",
+    names=("reference", "xla", "triton", "mosaic_gpu", "mosaic_tpu"),
+    preferred={
+        "cuda": ("xla", "triton", "mosaic_gpu"),
+        "gpu": ("xla", "triton", "mosaic_gpu"),
+        "tpu": ("xla", "mosaic_tpu"),
+    },
+)
 
 
 def choose_backend(out_dim: int, in_dim: int, scheme: Scheme, target: KernelTarget) -> Backend:
     """Return the backend that multiplies by the weight of one shard `[out_dim, in_dim]`."""
-    for name in _PREFERRED.get(target.platform, ()):
-        if backend_module(name).refusal(out_dim, in_dim, scheme, target) is None:
-            return Backend(name, target)
-    return Backend("reference", target)
+    return BACKENDS.choose(target, (out_dim, in_dim, scheme))
+
+
+def arrangement(backend: Backend, in_dim: int, scheme: Scheme) -> tuple[int, ...]:
+    """Return how the numbers of a weight of one shard must be arranged (see `QuantizedWeight`)."""
+    arrange = getattr(BACKENDS.module(backend.name), "arrangement", None)
+    return () if arrange is None else arrange(in_dim, scheme, backend.target)

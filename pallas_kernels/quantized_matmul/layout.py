@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32
 
-from pallas_kernels.quantized_matmul.backends import Backend
+from pallas_kernels.dispatch import Backend
+from pallas_kernels.quantized_matmul.backends import arrangement
 from pallas_kernels.quantized_matmul.scheme import Scheme
 
 FP8 = np.dtype(jnp.float8_e4m3fn)
@@ -95,7 +96,7 @@ def make_weight(
         array((1,), jnp.float32) if scheme.activations == "static" else None,
         scheme,
         backend,
-        backend.arrangement(shape[1], scheme),
+        arrangement(backend, shape[1], scheme),
     )
 
 

@@ -8,13 +8,14 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float32, Shaped
 
+from pallas_kernels.dispatch import Backend
 from pallas_kernels.quantized_matmul.layout import QuantizedWeight, dequantize
 from pallas_kernels.quantized_matmul.scheme import Scheme
 from pallas_kernels.target import KernelTarget
 
 
 def refusal(out_dim: int, in_dim: int, scheme: Scheme, target: KernelTarget) -> str | None:
-    """See `backends.BackendModule`."""
+    """See `backends.ProductModule`."""
     return None
 
 
@@ -24,10 +25,9 @@ def multiply(
     weight: QuantizedWeight,
     *,
     out_dtype: Any,
-    target: KernelTarget,
-    interpret: bool,
+    backend: Backend,
 ) -> Float32[Array, "tokens out_dim"]:
-    """See `backends.BackendModule`."""
+    """See `backends.ProductModule`."""
     values = x.astype(jnp.float32)
     if factors is not None:
         values = (values.reshape(len(x), factors.shape[1], -1) * factors[..., None]).reshape(x.shape)

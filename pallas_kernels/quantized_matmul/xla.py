@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float32, Shaped
 
+from pallas_kernels.dispatch import Backend
 from pallas_kernels.quantized_matmul.layout import FP8, QuantizedWeight
 from pallas_kernels.quantized_matmul.scheme import Scheme
 from pallas_kernels.target import KernelTarget
@@ -25,13 +26,13 @@ _MULTIPLE = 16
 
 
 def refusal(out_dim: int, in_dim: int, scheme: Scheme, target: KernelTarget) -> str | None:
-    """See `backends.BackendModule`."""
+    """See `backends.ProductModule`."""
     if scheme.bits == 4 or scheme.group is not None:
         return "xla takes numbers of 8 bits with one scale for each output: it would write out other weights in memory"
     if target.platform in ("cuda", "gpu"):
         if scheme.activations is None:
             return "xla takes only quantized inputs on GPUs: else it may choose to write out the weight in 16 bits"
-        if scheme.numbers == "fp8" and (target.capability or (0, 0)) < (8, 9):
+        if scheme.numbers == "fp8" and not target.multiplies_fp8:
             return (
                 f"xla takes fp8 on NVIDIA GPUs of compute capability 8.9 (Ada) or newer, not on "
                 f"{target.kind or 'this one'}: it would write out the weight in 16 bits"
@@ -47,10 +48,10 @@ def multiply(
     weight: QuantizedWeight,
     *,
     out_dtype: Any,
-    target: KernelTarget,
-    interpret: bool,
+    backend: Backend,
 ) -> Float32[Array, "tokens out_dim"]:
-    """See `backends.BackendModule`."""
+    """See `backends.ProductModule`."""
+    target = backend.target
     rows, inputs = x.shape
     if rows < _MIN_ROWS and (factors is not None or target.platform == "tpu"):
         padding = ((0, _MIN_ROWS - rows), (0, 0))

@@ -18,6 +18,7 @@ from pallas_kernels.cpu.emit import Function, Module, Value
 from pallas_kernels.cpu.ffi import Call, handler
 from pallas_kernels.cpu.types import F32, I1, I8, I32, I64, PTR
 from pallas_kernels.sampling.noise import FIRST, GOLDEN, LARGEST, SECOND, SMALL
+from pallas_kernels.sampling.parameters import DrawParameters
 
 _LANES = 16
 _VECTORS = 4
@@ -29,16 +30,13 @@ _TINY = 1.1754944e-38
 def draw_tokens(
     logits: Float[Array, "rows vocab"],
     keys: UInt32[Array, "rows 2"],
-    temperature: Float[Array, " rows"],
-    top_k: Int[Array, " rows"],
-    top_p: Float[Array, " rows"],
-    min_p: Float[Array, " rows"],
+    parameters: DrawParameters,
     live: Bool[Array, " rows"] | None = None,
 ) -> Int[Array, " rows"]:
     """Compute `reference.draw_tokens`."""
     live = jnp.ones(len(logits), jnp.bool_) if live is None else live
-    columns = (temperature, top_k.astype(jnp.int32), top_p, min_p, live)
-    return call(DrawTokens(), jax.ShapeDtypeStruct((len(logits),), jnp.int32), logits, keys, *columns)
+    parameters = parameters._replace(top_k=parameters.top_k.astype(jnp.int32))
+    return call(DrawTokens(), jax.ShapeDtypeStruct((len(logits),), jnp.int32), logits, keys, *parameters, live)
 
 
 @dataclasses.dataclass(frozen=True)

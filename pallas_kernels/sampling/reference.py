@@ -13,15 +13,13 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
 
 from pallas_kernels.sampling.noise import exponential_noise
+from pallas_kernels.sampling.parameters import DrawParameters
 
 
 def draw_tokens(
     logits: Float[Array, "rows vocab"],
     keys: UInt32[Array, "rows 2"],
-    temperature: Float[Array, " rows"],
-    top_k: Int[Array, " rows"],
-    top_p: Float[Array, " rows"],
-    min_p: Float[Array, " rows"],
+    parameters: DrawParameters,
     live: Bool[Array, " rows"] | None = None,
 ) -> Int[Array, " rows"]:
     """Return a token of each row: the likeliest if the temperature is 0, else a draw with `exponential_noise`.
@@ -32,11 +30,12 @@ def draw_tokens(
     chosen = likeliest(logits)
 
     def draw() -> Int[Array, " rows"]:
-        weights = _truncated_weights(logits, temperature, top_k, top_p, min_p)
+        weights = _truncated_weights(logits, parameters)
         ids = jnp.arange(logits.shape[1], dtype=jnp.uint32)
         # Without the barrier, each of the two passes of `likeliest` would compute the noise.
         return likeliest(lax.optimization_barrier(weights / exponential_noise(keys, ids)))
 
+    temperature = parameters.temperature
     drawn = lax.cond(jnp.any(temperature > 0), draw, lambda: jnp.zeros_like(chosen))
     tokens = jnp.where(temperature > 0, drawn, chosen)
     return tokens if live is None else jnp.where(live, tokens, 0)
@@ -49,14 +48,9 @@ def likeliest(logits: Float[Array, "rows vocab"]) -> Int[Array, " rows"]:
     return jnp.min(jnp.where(logits == logits.max(axis=1)[:, None], index, logits.shape[1] - 1), axis=1)
 
 
-def _truncated_weights(
-    logits: Float[Array, "rows vocab"],
-    temperature: Float[Array, " rows"],
-    top_k: Int[Array, " rows"],
-    top_p: Float[Array, " rows"],
-    min_p: Float[Array, " rows"],
-) -> Float[Array, "rows vocab"]:
-    """Return weights, 1 for the likeliest token and 0 for tokens ruled out by temperature, top_k, top_p and min_p."""
+def _truncated_weights(logits: Float[Array, "rows vocab"], parameters: DrawParameters) -> Float[Array, "rows vocab"]:
+    """Return weights, 1 for the likeliest token and 0 for tokens that the parameters rule out."""
+    temperature, top_k, top_p, min_p = parameters
     below = logits - logits.max(axis=1, keepdims=True)
     weights = jnp.exp(below / jnp.where(temperature > 0, temperature, 1.0)[:, None])
     weights = lax.cond(jnp.any(top_k > 0), lambda w: _keep_top_k(w, top_k), lambda w: w, weights)

@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("no accelerator is attached, and a CPU has no kernels to tune", file=sys.stderr)
         return 1
     backends, tuning = KERNELS[options.kernel]
-    module = backends.backend_module(options.backend)
+    module = backends.BACKENDS.module(options.backend)
     if not hasattr(module, "candidates"):
         print(f"backend {options.backend!r} has no block sizes to tune", file=sys.stderr)
         return 1

@@ -13,15 +13,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.paged_attention import (
+    BACKENDS,
+    AttentionOptions,
     Backend,
     BackendName,
     KernelTarget,
     PagedKV,
     Problem,
+    Rows,
     kv_layout,
+    kv_platform,
     paged_attention,
 )
-from pallas_kernels.paged_attention.backends import backend_module
 from pallas_kernels.paged_attention.tuning import facts
 from pallas_kernels.tune.task import Task, random_array, seconds_a_step
 from pallas_kernels.tuning import Kind
@@ -47,10 +50,10 @@ TINY_WORKLOADS = (Workload("decode", 2, 40, 1), Workload("prefill", 1, 20, 1))
 
 def tasks(backend: BackendName, target: KernelTarget, *, fp8: bool, tiny: bool) -> Iterator[Task]:
     """Yield what there is to time, with `fp8` also with a KV cache of it; `tiny` is what can be interpreted."""
-    module: Any = backend_module(backend)
+    module: Any = BACKENDS.module(backend)
     problems = tiny_problems() if tiny else list(deployment_problems(fp8=fp8))
     for problem, workload in itertools.product(problems, TINY_WORKLOADS if tiny else WORKLOADS):
-        refusal = module.refusal(problem, target)
+        refusal = BACKENDS.refusal(backend, target, (problem,))
         candidates = [] if refusal else module.candidates(workload.kind, problem, target)
         yield Task(
             workload.kind,
@@ -95,28 +98,27 @@ def make_step(backend: Backend, problem: Problem, workload: Workload) -> tuple[C
         num_kv_heads=problem.kv_heads,
         head_dim=problem.head_dim,
         dtype=problem.kv_dtype,
-        platform=backend.kv_platform,
+        platform=kv_platform(backend),
     )
     fp8 = problem.kv_dtype == jnp.float8_e4m3fn
     scales = jnp.full((2, 1, problem.kv_heads), 0.02, jnp.float32) if fp8 else None
     keys, values = (random_array(shape, layout.dtype) for shape in (layout.shape, layout.values_shape))
     kv = layout.paged_kv(keys, values, scales)
-    arrays = (
-        normal(problem.heads),
-        normal(problem.kv_heads),
-        normal(problem.kv_heads),
-        rng.permutation(workload.rows * used).reshape(workload.rows, used).astype(np.int32),
-        np.arange(workload.rows + 1, dtype=np.int32) * new,
-        np.full(workload.rows, workload.context, np.int32),
-        np.int32(workload.rows if workload.kind == "decode" else 0),
-        np.int32(workload.rows),
+    is_decode, count = workload.kind == "decode", workload.rows
+    rows = Rows(
+        jnp.asarray(rng.permutation(count * used).reshape(count, used).astype(np.int32)),
+        jnp.arange(count + 1, dtype=jnp.int32) * new,
+        jnp.full(count, workload.context, jnp.int32),
+        jnp.int32(count if is_decode else 0),
+        jnp.int32(count),
+        decode_only=is_decode,
     )
-    options = {"scale": problem.head_dim**-0.5, "decode_only": workload.kind == "decode", "backend": backend}
+    options = AttentionOptions(problem.head_dim**-0.5)
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def step(kv: PagedKV, q: jax.Array, k: jax.Array, v: jax.Array, *rest: jax.Array) -> tuple[PagedKV, jax.Array]:
-        out, kv = paged_attention(q, k, v, kv, 0, *rest, **options)
+    def step(kv: PagedKV, q: jax.Array, k: jax.Array, v: jax.Array, rows: Rows) -> tuple[PagedKV, jax.Array]:
+        out, kv = paged_attention(q, k, v, kv, 0, rows, options, backend)
         return kv, out
 
-    arrays = jax.tree.map(jnp.asarray, arrays)
-    return lambda kv: step(kv, *arrays)[0], kv
+    new_tokens = normal(problem.heads), normal(problem.kv_heads), normal(problem.kv_heads)
+    return lambda kv: step(kv, *new_tokens, rows)[0], kv

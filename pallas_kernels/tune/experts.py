@@ -12,12 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.dispatch import Backend, BackendName
 from pallas_kernels.expert_routing.reference import group_by_expert
-from pallas_kernels.grouped_matmul import Gate, Groups, grouped_matmul
-from pallas_kernels.grouped_matmul.backends import backend_module
+from pallas_kernels.grouped_matmul import BACKENDS, Gate, Groups, grouped_matmul
 from pallas_kernels.grouped_matmul.tuning import Experts
-from pallas_kernels.quantized_matmul import Backend, QuantizedWeight, Scheme, make_weight
-from pallas_kernels.quantized_matmul.backends import BackendName
+from pallas_kernels.quantized_matmul import QuantizedWeight, Scheme, make_weight
 from pallas_kernels.target import KernelTarget
 from pallas_kernels.tune.task import Task, random_array, seconds_a_step
 from pallas_kernels.tuning import Kind
@@ -52,7 +51,7 @@ _TURNS = 8
 
 def tasks(backend: BackendName, target: KernelTarget, *, tiny: bool) -> Iterator[Task]:
     """Yield what there is to time; `tiny` is what interpret mode computes in seconds."""
-    module: Any = backend_module(backend)
+    module: Any = BACKENDS.module(backend)
     tokens = TINY_TOKENS if tiny else TOKENS
     for model, (kind, count), gated in itertools.product(TINY if tiny else MODELS, tokens.items(), (True, False)):
         for scheme in model.schemes:
@@ -61,7 +60,7 @@ def tasks(backend: BackendName, target: KernelTarget, *, tiny: bool) -> Iterator
             yield Task(
                 kind,
                 experts.facts(),
-                module.refusal(out_dim, in_dim, scheme, target),
+                BACKENDS.refusal(backend, target, (out_dim, in_dim, scheme)),
                 module.candidates(kind)[: 2 if tiny else None],
                 functools.partial(_seconds, backend, experts, count, model.choices, 1 if tiny else _TURNS),
             )

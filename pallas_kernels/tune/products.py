@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.quantized_matmul import Backend, QuantizedWeight, Scheme, make_weight, quantized_matmul
-from pallas_kernels.quantized_matmul.backends import BackendName, backend_module
+from pallas_kernels.dispatch import Backend, BackendName
+from pallas_kernels.quantized_matmul import BACKENDS, QuantizedWeight, Scheme, make_weight, quantized_matmul
 from pallas_kernels.quantized_matmul.tuning import facts
 from pallas_kernels.target import KernelTarget
 from pallas_kernels.tune.task import Task, random_array, seconds_a_step
@@ -37,13 +37,13 @@ _TURNS = 8
 
 def tasks(backend: BackendName, target: KernelTarget, *, tiny: bool) -> Iterator[Task]:
     """Yield what there is to time; `tiny` is what interpret mode computes in seconds."""
-    module: Any = backend_module(backend)
+    module: Any = BACKENDS.module(backend)
     shapes, schemes = (((128, 256),), (SCHEMES[0],)) if tiny else (SHAPES, SCHEMES)
     for shape, scheme, (kind, rows) in itertools.product(shapes, schemes, (TINY_ROWS if tiny else ROWS).items()):
         yield Task(
             kind,
             facts(*shape, scheme),
-            module.refusal(*shape, scheme, target),
+            BACKENDS.refusal(backend, target, (*shape, scheme)),
             module.candidates(kind)[: 2 if tiny else None],
             functools.partial(_seconds, backend, shape, scheme, rows, 1 if tiny else _TURNS),
         )

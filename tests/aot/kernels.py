@@ -14,7 +14,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxserve.runtime.devices.target import load_target
 from jaxserve.runtime.programs.hlo import instructions
 from jaxserve.runtime.programs.inspection import KernelReport, own_kernels_of
-from pallas_kernels.paged_attention import PagedKV, Problem, choose_backend, kv_layout, paged_attention, target_of
+from pallas_kernels.paged_attention import (
+    AttentionOptions,
+    PagedKV,
+    Problem,
+    Rows,
+    choose_backend,
+    kv_layout,
+    kv_platform,
+    paged_attention,
+    target_of,
+)
 
 FP8, E5M2 = "float8_e4m3fn", "float8_e5m2"
 TOKENS, LAYERS = 512, 2
@@ -54,18 +64,18 @@ def compile_attention(
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
 
     def attention(kv: PagedKV, sinks: jax.Array | None, *arrays: jax.Array) -> Any:
-        q, k, v, *rest = arrays
-        options = {"window": window, "soft_cap": cap, "sinks": sinks, "backend": backend}
-        rows_of = {"decode_only": decode_only, "max_queries": max_queries}
-        attend = functools.partial(paged_attention, scale=head_dim**-0.5, **options, **rows_of)
-        q, kv = attend(q, k, v, kv, 1, *rest)
+        q, k, v, *where = arrays
+        options = AttentionOptions(head_dim**-0.5, window, cap, sinks)
+        of_rows = Rows(*where, decode_only=decode_only, max_queries=max_queries)
+        attend = functools.partial(paged_attention, rows=of_rows, options=options, backend=backend)
+        q, kv = attend(q, k, v, kv, 1)
         if reuses:
-            q, kv = attend(q, None, None, kv, 1, *rest)
-            q, kv = attend(q, q[:, :kv_heads], q[:, :kv_heads], kv, 0, *rest)
+            q, kv = attend(q, None, None, kv, 1)
+            q, kv = attend(q, q[:, :kv_heads], q[:, :kv_heads], kv, 0)
         return q, kv
 
     sizes = {"num_layers": LAYERS, "page_size": page_size, "num_kv_heads": kv_heads, "head_dim": head_dim}
-    form = {"dtype": problem.kv_dtype, "platform": backend.kv_platform}
+    form = {"dtype": problem.kv_dtype, "platform": kv_platform(backend)}
     page = kv_layout(**sizes, **form, num_pages=1).nbytes
     layout = kv_layout(**sizes, **form, num_pages=POOL_BYTES // page)
     pools = (struct(*shape, dtype=layout.dtype) for shape in (layout.shape, layout.values_shape))

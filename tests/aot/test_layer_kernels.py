@@ -13,7 +13,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxserve.layers.linear import linear
 from jaxserve.runtime.devices.topology import target_mesh
-from pallas_kernels.paged_attention import kv_layout
+from pallas_kernels.paged_attention import (
+    Preparation,
+    kv_layout,
+)
 from pallas_kernels.paged_attention.triton.qkv import write_qkv
 from pallas_kernels.quantized_matmul import Backend, Scheme
 from pallas_kernels.quantized_matmul.activations import quantize_inputs
@@ -91,8 +94,8 @@ def test_the_write_of_new_tokens_does_not_spill(target: str, variant: str) -> No
     norm = struct((head_dim,), jnp.dtype(sizes.get("norm_dtype", dtype)))
 
     def write(*operands: Any) -> Any:
-        *others, slots = operands
-        return write_qkv(*others, 1, slots, eps=1e-5, interpret=False, **forms)
+        qkv, *parts, kv, slots = operands
+        return write_qkv(qkv, Preparation(1e-5, *parts, **forms), kv, 1, slots, interpret=False)
 
     compiled = _compiled(
         target,

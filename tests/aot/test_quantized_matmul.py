@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxserve.runtime.devices.topology import target_mesh
 from jaxserve.runtime.programs.hlo import instructions
 from jaxserve.runtime.programs.inspection import own_kernels_of
+from pallas_kernels.dispatch import BackendName
 from pallas_kernels.quantized_matmul import (
     Backend,
     QuantizedWeight,
@@ -25,7 +26,7 @@ from pallas_kernels.quantized_matmul import (
     make_weight,
     quantized_matmul,
 )
-from pallas_kernels.quantized_matmul.backends import BackendName, backend_module
+from pallas_kernels.quantized_matmul.backends import BACKENDS
 from pallas_kernels.target import target_of
 from tests.aot.conftest import Row
 from tests.aot.kernels import checked_kernels
@@ -89,7 +90,7 @@ def compiled_product(
 ) -> Any:
     """Return the compiled product with a weight `[OUT, IN]`; assert that the backend takes it."""
     target = target_of(mesh.devices.flat[0])
-    assert backend_module(backend).refusal(OUT, IN, scheme, target) is None
+    assert BACKENDS.refusal(backend, target, (OUT, IN, scheme)) is None
 
     def struct(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
@@ -138,7 +139,7 @@ ON_XLA = [
 def test_xla_multiplies_numbers_of_8_bits(target: str, variant: str, rows: int, report: Callable[[Row], None]) -> None:
     mesh, scheme = target_mesh(target, data=TPUS.get(target, 1)), XLA[variant]
     if target == "nvidia-a100-80" and scheme.numbers == "fp8":
-        refusal = backend_module("xla").refusal(OUT, IN, scheme, target_of(mesh.devices.flat[0]))
+        refusal = BACKENDS.refusal("xla", target_of(mesh.devices.flat[0]), (OUT, IN, scheme))
         assert refusal is not None
         assert "compute capability 8.9" in refusal
         return

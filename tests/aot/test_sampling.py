@@ -16,9 +16,9 @@ from jaxserve.api_types import MAX_LOGIT_BIAS, MAX_STOP_IDS
 from jaxserve.runtime.devices.topology import target_mesh
 from jaxserve.runtime.programs.hlo import instructions
 from jaxserve.runtime.step import sampling
-from jaxserve.runtime.step.state import FLOATS, INTS, SamplingRows
+from jaxserve.runtime.step.state import INT_COLUMNS, SamplingRows
 from pallas_kernels.paged_attention import target_of
-from pallas_kernels.sampling import triton
+from pallas_kernels.sampling import Edits, FloatColumn, SlotTable, triton
 from tests.aot.kernels import checked_kernels
 from tests.selection import grid
 
@@ -40,12 +40,12 @@ def test_a_program_samples_in_three_kernels(target: str, vocab: int) -> None:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
 
     def sample(logits: Any, params: SamplingRows, counts: Any, slots: Any, lengths: Any, samples: Any) -> Any:
-        rows = sampling.Rows(slots, lengths, samples)
+        rows = sampling.DrawnRows(slots, lengths, samples)
         return sampling.sample(logits, params, counts, rows, target_of(mesh.devices.flat[0]))
 
     params = SamplingRows(
-        ints=struct(SLOTS, len(INTS)),
-        floats=struct(SLOTS, len(FLOATS), dtype=np.float32),
+        ints=struct(SLOTS, len(INT_COLUMNS)),
+        floats=struct(SLOTS, len(FloatColumn), dtype=np.float32),
         stop_ids=struct(SLOTS, MAX_STOP_IDS),
         bias_ids=struct(SLOTS, MAX_LOGIT_BIAS),
         bias_values=struct(SLOTS, MAX_LOGIT_BIAS, dtype=np.float32),
@@ -69,18 +69,17 @@ def test_a_program_samples_in_three_kernels(target: str, vocab: int) -> None:
 @pytest.mark.parametrize("target", grid(["nvidia-h200", "nvidia-l4"], "nvidia-h200".__eq__))
 def test_pending_tokens_are_counted_in_the_kernel_of_edits(target: str) -> None:
     mesh, vocab = target_mesh(target, tensor=1, data=1), 128256
-    columns = triton.Columns(INTS, FLOATS)
 
     def struct(*shape: int, dtype: Any = np.int32) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
 
-    def edit(logits: Any, lengths: Any, live: Any, edits: triton.Edits, table: triton.SlotTable) -> Any:
-        return triton.edit_logits(logits, lengths, live, edits, table, columns, count_mask=2**15 - 1, interpret=False)
+    def edit(logits: Any, lengths: Any, live: Any, edits: Edits, table: SlotTable) -> Any:
+        return triton.edit_logits(logits, lengths, live, edits, table, interpret=False)
 
     counts, bias = struct(SLOTS, vocab, dtype=np.int16), struct(SLOTS, MAX_LOGIT_BIAS, dtype=np.float32)
     ids = struct(SLOTS, MAX_STOP_IDS), struct(SLOTS, MAX_LOGIT_BIAS)
-    edits = triton.Edits(counts, *ids, bias, struct(1), struct(ROWS, DRAFTS))
-    table = triton.SlotTable(struct(ROWS), struct(SLOTS, len(INTS)), struct(SLOTS, len(FLOATS), dtype=np.float32))
+    edits = Edits(counts, *ids, bias, struct(1), struct(ROWS, DRAFTS))
+    table = SlotTable(struct(ROWS), struct(SLOTS, len(INT_COLUMNS)), struct(SLOTS, len(FloatColumn), dtype=np.float32))
     rows = struct(ROWS, vocab, dtype=np.float32), struct(ROWS), struct(ROWS, dtype=np.bool_)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         compiled = jax.jit(edit).lower(*rows, edits, table).compile()

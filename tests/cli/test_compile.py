@@ -25,7 +25,7 @@ from jaxserve.runtime.programs.cost import Grouping, LaunchCost, ProgramCost
 from jaxserve.runtime.programs.inspection import KernelReport, ProgramReport
 from jaxserve.runtime.sizing import aot
 from jaxserve.runtime.sizing.prediction import Prediction
-from jaxserve.runtime.step import sampling
+from pallas_kernels import dispatch
 from tests.cli.conftest import as_argv
 from tests.cli.model_folder import write_config
 from tests.tiny_model import tiny_settings
@@ -46,7 +46,7 @@ def _logging_stays() -> Iterator[None]:
 @pytest.fixture
 def argv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(aot, "target_mesh", lambda name, **shape: make_mesh(jax.devices("cpu"), **shape))
-    monkeypatch.setattr(sampling, "uses_triton", lambda target: False)
+    monkeypatch.setattr(dispatch, "has_triton", lambda target: False)
     model = write_config(tmp_path / "small.json", **SMALL)
     flags = ["--attention-backend", "reference", "--max-running-requests", "4", "--cuda-graph-bs", "4"]
     return ["compile", model, "--target", "nvidia-h200", "--chunked-prefill-size", "16", "--dtype", "float32", *flags]

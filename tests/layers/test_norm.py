@@ -10,9 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.layers import norm
 from jaxserve.layers.norm import layer_norm, rms_norm
-from pallas_kernels import normalization
+from pallas_kernels.normalization import cpu
 
 RNG = np.random.default_rng(0)
 EPS = 1e-5
@@ -23,7 +22,7 @@ DTYPES = [("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "float3
 def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compute by the kernel, and by the operations of other devices."""
     if request.param == "xla":
-        monkeypatch.setattr(norm.normalization, "supports_norm", lambda x, weight: False)
+        monkeypatch.setattr(cpu, "supports_norm", lambda x, weight: False)
 
 
 def _random(shape: tuple[int, ...], dtype: str) -> np.ndarray:
@@ -65,5 +64,5 @@ def test_layer_norm(dtype: str, weight_dtype: str, biased: bool) -> None:
 @pytest.mark.parametrize("function", [rms_norm, functools.partial(layer_norm, bias=None)], ids=["rms", "layer"])
 def test_a_cpu_takes_the_kernel(function: Any) -> None:
     x, weight = jnp.zeros((2, 32), jnp.bfloat16), jnp.ones(32)
-    assert normalization.supports_norm(x, weight)
+    assert cpu.supports_norm(x, weight)
     assert "llvm_" in jax.jit(functools.partial(function, weight=weight, eps=EPS)).lower(x).as_text()

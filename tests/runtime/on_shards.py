@@ -23,7 +23,6 @@ from jaxserve.runtime.execution.host_pool import HostPool
 from jaxserve.runtime.programs.builder import ProgramBuilder
 from jaxserve.runtime.programs.hlo import instructions
 from jaxserve.runtime.sizing.deployment import deploy
-from jaxserve.runtime.step import sampling
 from jaxserve.runtime.step.batch import pack_step, step_shape
 from jaxserve.runtime.step.kv_scales import KV_SCALES_KEY, pack_prompts
 from jaxserve.runtime.step.page_copies import PAGES_PER_COPY, read_key, row_specs, write_key
@@ -33,6 +32,7 @@ from jaxserve.runtime.step.state import make_state, state_specs
 from jaxserve.step_plan import StepPlan, WindowGroup
 from jaxserve.weights.dummy import dummy_params
 from pallas_kernels.paged_attention import REFERENCE, KernelTarget
+from pallas_kernels.sampling import IntColumn
 from tests.runtime.step.test_sampling import VOCAB, _rows, sample_all, sample_all_by_triton
 from tests.runtime.tiny import CAPACITY, F32, laid_out, on_trees, open_slots, opening, prefill, specs
 
@@ -154,7 +154,7 @@ def sampler() -> None:
             if one.sampling.temperature and batch % 3 == 0:
                 logits[row, rng.integers(VOCAB)] = 40.0  # one shard has all the weight
         rows, counts, lengths = _rows(opened)
-        rows.ints[:, sampling.INTS.index("logprobs")] = 1
+        rows.ints[:, IntColumn.LOGPROBS] = 1
         bits = rng.random((len(DRAWN), VOCAB)) < (1.0 if batch % 4 else 0.2)
         bits[:, batch] = True
         allowed = np.packbits(bits, axis=1, bitorder="little")

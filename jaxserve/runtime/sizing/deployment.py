@@ -36,7 +36,7 @@ from jaxserve.runtime.step.program import ProgramKey, StepContext
 from jaxserve.runtime.step.state import DeviceState, state_specs
 from jaxserve.step_plan import Capacity
 from jaxserve.weights import stored_types
-from pallas_kernels.paged_attention import Backend, choose_backend
+from pallas_kernels.paged_attention import Backend, choose_backend, kv_platform
 
 # Rows whose logits exist at once on a CPU; a GPU and a TPU compute those of all rows at once.
 _CPU_SAMPLE_ROWS = 32
@@ -198,7 +198,7 @@ def deploy(
         raise ConfigError(f"enable_deterministic_inference: {nondeterminism}")
     drafter = None if drafting is None else drafting.drafter
     describe = functools.partial(
-        state_specs, laid_out, kv_dtype=kv_dtype, dtype=dtype, platform=backend.kv_platform, drafter=drafter
+        state_specs, laid_out, kv_dtype=kv_dtype, dtype=dtype, platform=kv_platform(backend), drafter=drafter
     )
     axes = axis_sizes(data=divided.data, tensor=divided.tensor, expert=divided.expert)
     weight_bytes = device_bytes((params, None if drafting is None else drafting.params), axes)

@@ -16,7 +16,7 @@ from jaxserve.runtime.devices.mesh import axis_sizes, device_bytes
 from jaxserve.runtime.sizing.sizes import Sizes
 from jaxserve.runtime.step.state import DeviceState, pool_layout
 from jaxserve.step_plan import Capacity, WindowGroup
-from pallas_kernels.paged_attention import Backend
+from pallas_kernels.paged_attention import Backend, addressable_pages, kv_platform
 
 
 def slot_and_page_bytes(
@@ -73,7 +73,7 @@ def _addressable_pages(backend: Backend, model: AnyModel, capacity: Capacity, kv
     found = []
     for spec, pages in zip(model.kv_specs(), capacity.pages_by_group, strict=True):
         layout = pool_layout(
-            spec, num_pages=pages, page_size=capacity.page_size, dtype=kv_dtype, platform=backend.kv_platform
+            spec, num_pages=pages, page_size=capacity.page_size, dtype=kv_dtype, platform=kv_platform(backend)
         )
-        found.append(backend.addressable_pages(layout, model.shards) if spec.num_layers else pages)
+        found.append(addressable_pages(backend, layout, model.shards) if spec.num_layers else pages)
     return found

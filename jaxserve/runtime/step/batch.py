@@ -17,7 +17,7 @@ from jaxserve.layers.batch import TokenBatch
 from jaxserve.runtime.step import verify
 from jaxserve.runtime.step.input_packing import InputPacking, PackedField
 from jaxserve.runtime.step.program import ProgramKey
-from jaxserve.runtime.step.state import INTS, DeviceState
+from jaxserve.runtime.step.state import DeviceState, SlotColumn
 from jaxserve.step_plan import Capacity, Chunk, StepPlan
 
 
@@ -200,7 +200,7 @@ def unpack_step(packed: jax.Array, state: DeviceState, shape: StepShape) -> tupl
     batch = TokenBatch(
         tokens=tokens,
         positions=positions,
-        fill_lens=ints[:, INTS.index("fill_len")][token_row],
+        fill_lens=ints[:, SlotColumn.FILL_LEN][token_row],
         page_tables=tuple(table[row_slots] for table in page_tables),
         query_starts=starts,
         kv_lens=kv_lens,
@@ -209,7 +209,7 @@ def unpack_step(packed: jax.Array, state: DeviceState, shape: StepShape) -> tupl
         decode_only=shape.decode_only,
         max_queries=1 + shape.max_drafts if shape.all_drawn else None,
     )
-    samples = samples & live & (ints[:, INTS.index("constrained")] == 0)
+    samples = samples & live & (ints[:, SlotColumn.CONSTRAINED] == 0)
     inputs = StepInput(
         batch, jnp.where(live, row_slots, slots), samples, num_decoding, fields.get("targets"), token_row
     )

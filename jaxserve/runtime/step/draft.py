@@ -26,11 +26,12 @@ from jaxserve.runtime.step.buckets import smallest_fitting
 from jaxserve.runtime.step.features import kept_features
 from jaxserve.runtime.step.input_packing import InputPacking, PackedField
 from jaxserve.runtime.step.program import ProgramKey, ProgramKind, RankFunction, StepContext
-from jaxserve.runtime.step.sampling import Rows, uses_triton
-from jaxserve.runtime.step.state import INTS, DeviceState
+from jaxserve.runtime.step.sampling import DrawnRows
+from jaxserve.runtime.step.state import DeviceState, SlotColumn
 from jaxserve.runtime.step.step import sample_rows
 from jaxserve.step_plan import Capacity, Chunk, DraftRead, StepPlan
 from pallas_kernels.paged_attention import PagedKV
+from pallas_kernels.sampling import row_kernels
 
 
 @functools.cache
@@ -165,7 +166,7 @@ class _Model:
         row = jnp.searchsorted(starts[1:], token, side="right", method="compare_all").astype(jnp.int32)
         row = jnp.minimum(row, len(slots) - 1)
         positions = jnp.where(token < starts[-1], first[row] + token - starts[row], 0)
-        fill_lens = state.sampling.ints[slots, INTS.index("fill_len")]
+        fill_lens = state.sampling.ints[slots, SlotColumn.FILL_LEN]
         tables = state.page_tables[0][slots]
         is_head = self.drafter.is_head
         batch = TokenBatch(
@@ -238,7 +239,7 @@ def _draft(model: _Model, state: DeviceState, fields: dict[str, Array], size: in
 
     def draw(hidden: Float[Array, "rows dim"], found: Int[Array, "rows most"], ahead: Array) -> Array:
         """Return the drafts with another token, `ahead` tokens after the last one of the sequence."""
-        rows = Rows(slots, lengths + 1 + ahead, live, jnp.where(jnp.arange(most) < ahead, found, -1))
+        rows = DrawnRows(slots, lengths + 1 + ahead, live, jnp.where(jnp.arange(most) < ahead, found, -1))
         tokens, _ = sample_rows(model.logits, hidden, rows, num_seqs, state, context, greedy=False)
         return lax.dynamic_update_slice_in_dim(found, tokens[:, None], ahead, axis=1)
 
@@ -260,7 +261,7 @@ def _draft(model: _Model, state: DeviceState, fields: dict[str, Array], size: in
         hidden, kv = model.forward(step, None if features is None else hidden, kv)
         return kv, draw(hidden, found, ahead), hidden
 
-    if uses_triton(context.backend.target):
+    if row_kernels(context.backend.target) is not None:
         # Without a loop, so that the program stays one graph.
         for ahead in range(1, most):
             kv, found, hidden = body(jnp.int32(ahead), (kv, found, hidden))

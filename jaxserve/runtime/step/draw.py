@@ -25,7 +25,7 @@ from jaxserve.models.registry import family
 from jaxserve.runtime.step.buckets import smallest_fitting, token_buckets
 from jaxserve.runtime.step.input_packing import InputPacking, PackedField
 from jaxserve.runtime.step.program import ProgramKey, ProgramKind, RankFunction, StepContext
-from jaxserve.runtime.step.sampling import Logprobs, Rows
+from jaxserve.runtime.step.sampling import DrawnRows, Logprobs
 from jaxserve.runtime.step.state import DeviceState
 from jaxserve.runtime.step.step import sample_rows
 from jaxserve.step_plan import Capacity, Draw
@@ -124,7 +124,7 @@ def _draw(
     slots, live = fields["slots"], fields["num_live"]
     own = jnp.maximum(slots, 0)
     draws = jnp.arange(len(slots), dtype=jnp.int32) < live
-    rows = Rows(own, state.seq_lens[own], draws, allowed=fields["allowed"].reshape(len(slots), -1))
+    rows = DrawnRows(own, state.seq_lens[own], draws, allowed=fields["allowed"].reshape(len(slots), -1))
     logits = functools.partial(family(model).head, model, context.own_weights(params))
     tokens, logprobs = sample_rows(logits, state.hidden[own], rows, live, state, context, greedy=False)
     tokens = jnp.where(draws, tokens, fields["tokens"])

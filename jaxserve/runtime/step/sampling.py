@@ -1,8 +1,8 @@
 """Chooses tokens from logits: each row has its own parameters, and its randomness depends on seed and position alone.
 
-First come penalties, logit bias and forbidden stop ids. Then a row takes the likeliest token, or draws one after
-temperature, top_k, top_p and min_p, which need no sort of the vocabulary. Log probabilities are those of the model,
-before any of this.
+First come penalties, logit bias and forbidden stop ids. Then a row takes the likeliest token, or draws one from a
+truncated distribution, which needs no sort of the vocabulary. Log probabilities are those of the model, before any of
+this.
 
 On an NVIDIA GPU kernels do all this, and each skips what its row doesn't ask for. Elsewhere work that no row of the
 batch needs is skipped at run time.
@@ -26,14 +26,30 @@ from jaxserve.api_types import MAX_LOGPROBS
 from jaxserve.layers.axes import TENSOR_AXES, sum_of_shards, tensor_rank
 from jaxserve.layers.embedding import shard_index
 from jaxserve.runtime.step.groups import in_groups
-from jaxserve.runtime.step.state import COUNT_MASK, FLOATS, INTS, SamplingRows
-from pallas_kernels.cpu import kernel_or_fallback
+from jaxserve.runtime.step.state import SamplingRows
 from pallas_kernels.normalization import log_sum_exp
 from pallas_kernels.paged_attention import KernelTarget
-from pallas_kernels.sampling import draw_tokens
+from pallas_kernels.sampling import (
+    COUNT_MASK,
+    DrawParameters,
+    Edits,
+    FloatColumn,
+    IntColumn,
+    RowKernels,
+    SlotTable,
+    draw_tokens,
+    row_kernels,
+)
 
 # Rows whose logits are changed, or searched for the likeliest ones, at once, where only the first rows are needed.
 _FEW_ROWS = 8
+
+# The penalties, and their values that change nothing.
+_PENALTIES = {
+    FloatColumn.REPETITION_PENALTY: 1.0,
+    FloatColumn.FREQUENCY_PENALTY: 0.0,
+    FloatColumn.PRESENCE_PENALTY: 0.0,
+}
 
 
 @flax.struct.dataclass
@@ -45,7 +61,7 @@ class Logprobs:
     top: Float[Array, "rows top"]
 
 
-class Rows(NamedTuple):
+class DrawnRows(NamedTuple):
     """The slots of the rows, the lengths of their sequences before the new token, and which rows need a token.
 
     `pending` are draft tokens within those lengths, or -1: penalties count them, but `counts` does not have them yet.
@@ -57,11 +73,6 @@ class Rows(NamedTuple):
     samples: Bool[Array, " rows"]
     pending: Int[Array, "rows most"] | None = None
     allowed: Int[Array, "rows words"] | None = None
-
-
-def uses_triton(target: KernelTarget) -> bool:
-    """Return whether tokens are chosen by Triton kernels, which know NVIDIA GPUs from Ampere on."""
-    return target.capability is not None and target.capability >= (8, 0)
 
 
 @jax.named_scope("sample")
@@ -82,7 +93,7 @@ def sample(
     logits: Float[Array, "rows vocab_shard"],
     params: SamplingRows,
     counts: Int[Array, "slots vocab_shard"],
-    rows: Rows,
+    rows: DrawnRows,
     target: KernelTarget,
     num_rows: Int[Array, ""] | None = None,
 ) -> tuple[Int[Array, " rows"], Logprobs]:
@@ -92,15 +103,13 @@ def sample(
     for no log probabilities get any. If only the first `num_rows` rows need one, the logits of others may be anything.
     """
     keys = _row_keys(params, rows)
-    wants_logprobs = params.ints[rows.slots, INTS.index("logprobs")] != 0
+    wants_logprobs = params.ints[rows.slots, IntColumn.LOGPROBS] != 0
     allowed = _forbid_others(logits, rows.allowed)
-    if uses_triton(target):
-        token = _sample_by_triton(allowed, params, counts, rows, keys, interpret=_interprets(target))
+    if kernels := row_kernels(target):
+        token = _sample_by_rows(kernels, allowed, params, counts, rows, keys)
         return token, logprobs(logits, token, target, rows.samples & wants_logprobs)
     own: SamplingRows = jax.tree.map(lambda x: x[rows.slots], params)
-    columns = [own.floats[:, FLOATS.index("temperature")], own.ints[:, INTS.index("top_k")]]
-    columns += [own.floats[:, FLOATS.index(name)] for name in ("top_p", "min_p")]
-    columns = [keys, *columns, rows.samples]
+    columns = keys, DrawParameters.of_rows(own.ints, own.floats), rows.samples
     wants_logprobs &= rows.samples
 
     def draw() -> Array:
@@ -151,31 +160,23 @@ def _forbid_others(
     return jnp.where(own[:, :size] != 0, logits, -jnp.inf)
 
 
-def _sample_by_triton(
+def _sample_by_rows(
+    kernels: RowKernels,
     logits: Float[Array, "rows vocab_shard"],
     params: SamplingRows,
     counts: Int[Array, "slots vocab_shard"],
-    rows: Rows,
+    rows: DrawnRows,
     keys: UInt32[Array, "rows 2"],
-    *,
-    interpret: bool,
 ) -> Int[Array, " rows"]:
-    from pallas_kernels.sampling import triton
-
-    columns = triton.Columns(INTS, FLOATS)
     first = (tensor_rank() * logits.shape[1]).reshape(1)
-    edits = triton.Edits(counts, params.stop_ids, params.bias_ids, params.bias_values, first, rows.pending)
-    table = triton.SlotTable(rows.slots, params.ints, params.floats)
-    edited, is_edited = triton.edit_logits(
-        logits, rows.lengths, rows.samples, edits, table, columns, count_mask=COUNT_MASK, interpret=interpret
-    )
+    edits = Edits(counts, params.stop_ids, params.bias_ids, params.bias_values, first, rows.pending)
+    table = SlotTable(rows.slots, params.ints, params.floats)
+    edited, is_edited = kernels.edit_logits(logits, rows.lengths, rows.samples, edits, table)
     if _num_shards() == 1:
-        chosen = (edited, is_edited)
-        return triton.draw_tokens(logits, chosen, keys, rows.samples, table, columns, interpret=interpret)
+        return kernels.draw_tokens(logits, (edited, is_edited), keys, rows.samples, table)
 
     def draw(logits: Array, keys: Array, samples: Array, slots: Array) -> Array:
-        own = table._replace(slots=slots)
-        return triton.draw_tokens(logits, None, keys, samples, own, columns, interpret=interpret)
+        return kernels.draw_tokens(logits, None, keys, samples, table._replace(slots=slots))
 
     logits = jnp.where(is_edited[:, None] != 0, edited, logits)
     return _on_whole_rows(draw, logits, keys, rows.samples, rows.slots)
@@ -184,9 +185,12 @@ def _sample_by_triton(
 def _on_whole_rows(
     draw: Callable[..., Int[Array, " some"]],
     logits: Float[Array, "rows vocab_shard"],
-    *columns: Shaped[Array, "rows ..."],
+    *columns: Any,
 ) -> Int[Array, " rows"]:
-    """Return `draw(logits, *columns)` of whole rows, of which each shard draws its part."""
+    """Return `draw(logits, *columns)` of whole rows, of which each shard draws its part.
+
+    Columns are arrays by row, or trees of them.
+    """
     shards, rows = _num_shards(), logits.shape[0]
     if shards == 1:
         return draw(logits, *columns)
@@ -196,7 +200,7 @@ def _on_whole_rows(
         return jnp.pad(x, ((0, each * shards - rows), *((0, 0),) * (x.ndim - 1)))
 
     whole = lax.all_to_all(padded(logits), TENSOR_AXES, split_axis=0, concat_axis=1, tiled=True)
-    own = (lax.dynamic_slice_in_dim(padded(x), tensor_rank() * each, each) for x in columns)
+    own = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(padded(x), tensor_rank() * each, each), columns)
     return lax.all_gather(draw(whole, *own), TENSOR_AXES, tiled=True)[:rows]
 
 
@@ -211,15 +215,15 @@ def logprobs(
 
     On a GPU, rows that aren't `wanted` may get any.
     """
-    if uses_triton(target):
+    if kernels := row_kernels(target):
         wanted = jnp.ones(token.shape, jnp.bool_) if wanted is None else wanted
-        return _logprobs_by_triton(logits, token, wanted, interpret=_interprets(target))
-    normalizer = _log_sum_exp(logits)
+        return _logprobs_by_rows(kernels, logits, token, wanted)
+    normalizer = log_sum_exp(logits)
     top, top_ids = lax.top_k(logits, min(MAX_LOGPROBS, logits.shape[1]))
     if _num_shards() == 1:
         chosen = jnp.take_along_axis(logits, token[:, None], axis=1)
     else:
-        normalizer = _log_sum_exp(_gather_shards(normalizer))
+        normalizer = log_sum_exp(_gather_shards(normalizer))
         chosen = _token_logit(logits, token)
         top, top_ids = _gather_shards(top), _gather_shards(top_ids + tensor_rank() * logits.shape[1])
         # Equals stay in shard order, so the lowest id comes first.
@@ -228,37 +232,26 @@ def logprobs(
     return Logprobs((chosen - normalizer)[:, 0], top_ids.astype(jnp.int32), top - normalizer)
 
 
-def _logprobs_by_triton(
+def _logprobs_by_rows(
+    kernels: RowKernels,
     logits: Float[Array, "rows vocab_shard"],
     token: Int[Array, " rows"],
     wanted: Bool[Array, " rows"],
-    *,
-    interpret: bool,
 ) -> Logprobs:
-    from pallas_kernels.sampling import triton
-
     size = logits.shape[1]
     count = min(MAX_LOGPROBS, size)
     if _num_shards() == 1:
-        found = triton.top_logits(logits, token, wanted, top=count, normalize=True, interpret=interpret)
+        found = kernels.top_logits(logits, token, wanted, top=count, normalize=True)
         return Logprobs(found.chosen, found.top_ids, found.top)
-    own = triton.top_logits(logits, shard_index(token, size), wanted, top=count, normalize=False, interpret=interpret)
+    own = kernels.top_logits(logits, shard_index(token, size), wanted, top=count, normalize=False)
     normalizer = jax.nn.logsumexp(_gather_shards(own.normalizer[:, None]), axis=1)
     chosen = sum_of_shards(own.chosen)
     top, ids = _gather_shards(own.top), _gather_shards(own.top_ids + tensor_rank() * size)
     # Equals stay in shard order, so the lowest id comes first.
     count = min(MAX_LOGPROBS, top.shape[1])
-    merged = triton.top_logits(top, token, wanted, top=count, normalize=False, interpret=interpret)
+    merged = kernels.top_logits(top, token, wanted, top=count, normalize=False)
     ids = jnp.take_along_axis(ids, merged.top_ids, axis=1)
     return Logprobs(chosen - normalizer, ids, merged.top - normalizer[:, None])
-
-
-def _interprets(target: KernelTarget) -> bool:
-    return target.platform == "cpu"
-
-
-def _log_sum_exp(x: Float[Array, "rows some"]) -> Float[Array, "rows 1"]:
-    return kernel_or_fallback(log_sum_exp, lambda x: jax.nn.logsumexp(x, axis=1, keepdims=True), x)
 
 
 def _token_logit(logits: Float[Array, "rows vocab_shard"], token: Int[Array, " rows"]) -> Float[Array, "rows 1"]:
@@ -281,15 +274,13 @@ def adjust_logits(
     logits: Float[Array, "rows vocab_shard"],
     own: SamplingRows,
     counts: Int[Array, "slots vocab_shard"],
-    rows: Rows,
+    rows: DrawnRows,
 ) -> Float[Array, "rows vocab_shard"]:
     """Apply penalties and logit bias, and forbid stop ids before `min_tokens`. `own` are the parameters by row.
 
     The repetition penalty is that of Keskar et al. 2019, frequency and presence penalties are those of OpenAI.
     """
-    repetition, frequency, presence = (
-        own.floats[:, FLOATS.index(name)] for name in ("repetition_penalty", "frequency_penalty", "presence_penalty")
-    )
+    repetition, frequency, presence = (own.floats[:, column] for column in _PENALTIES)
     penalized, biased, early = _edits(own, rows)
     size = logits.shape[1]
     row = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
@@ -316,17 +307,19 @@ def adjust_logits(
     return lax.cond(jnp.any(early), forbid, lambda x: x, logits)
 
 
-def _edits(own: SamplingRows, rows: Rows) -> tuple[Bool[Array, " rows"], Bool[Array, " rows"], Bool[Array, " rows"]]:
+def _edits(
+    own: SamplingRows, rows: DrawnRows
+) -> tuple[Bool[Array, " rows"], Bool[Array, " rows"], Bool[Array, " rows"]]:
     """Return the rows with penalties, those with a logit bias, and those before `min_tokens`."""
-    neutral = {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
-    differs = jnp.stack([own.floats[:, FLOATS.index(name)] != value for name, value in neutral.items()])
-    early = rows.lengths < own.ints[:, INTS.index("min_len")]
+    differs = jnp.stack([own.floats[:, column] != neutral for column, neutral in _PENALTIES.items()])
+    early = rows.lengths < own.ints[:, IntColumn.MIN_LEN]
     return jnp.any(differs, axis=0), jnp.any(own.bias_ids >= 0, axis=1), early
 
 
-def _row_keys(params: SamplingRows, rows: Rows) -> UInt32[Array, "rows 2"]:
+def _row_keys(params: SamplingRows, rows: DrawnRows) -> UInt32[Array, "rows 2"]:
     """Return 64 random bits per row, from its seed, sample and position: no other row has an influence."""
-    low, high, index = (params.ints[rows.slots, INTS.index(name)] for name in ("seed_low", "seed_high", "sample"))
+    columns = IntColumn.SEED_LOW, IntColumn.SEED_HIGH, IntColumn.SAMPLE
+    low, high, index = (params.ints[rows.slots, column] for column in columns)
 
     def one(low: Array, high: Array, index: Array, position: Array) -> Array:
         key = jax.random.wrap_key_data(jnp.stack([low, high]).astype(jnp.uint32))

@@ -23,9 +23,10 @@ from jaxserve.api_types import MAX_STOP_IDS
 from jaxserve.layers.embedding import shard_index
 from jaxserve.runtime.step.input_packing import InputPacking, PackedField
 from jaxserve.runtime.step.program import ProgramKey, ProgramKind, RankFunction, StepContext
-from jaxserve.runtime.step.state import COUNT_MASK, FLOATS, INTS, SEEN_IN_PROMPT, DeviceState
+from jaxserve.runtime.step.state import INT_COLUMNS, DeviceState, SlotColumn
 from jaxserve.runtime.step.verify import read_tokens
 from jaxserve.step_plan import Capacity, SlotOpen
+from pallas_kernels.sampling import COUNT_MASK, SEEN_IN_PROMPT, FloatColumn, IntColumn
 
 # What one call holds for a rank. A step rarely starts more than 16 requests, and the input of `update` stays near 5 KB.
 # On a CPU, padding costs time: 25 us for each penalized slot, 10 us for 500 tokens. For a scatter of 1,024 tokens, XLA
@@ -73,8 +74,8 @@ def update_packing(groups: int) -> InputPacking:
         [
             PackedField("slots", SLOTS, fill=-1),
             PackedField("seq_lens", SLOTS),
-            PackedField("ints", SLOTS * len(INTS)),
-            PackedField("floats", SLOTS * len(FLOATS), is_float=True),
+            PackedField("ints", SLOTS * len(INT_COLUMNS)),
+            PackedField("floats", SLOTS * len(FloatColumn), is_float=True),
             PackedField("stop_ids", SLOTS * MAX_STOP_IDS),
             *itertools.chain.from_iterable(map(_page_fields, range(groups))),
         ]
@@ -95,19 +96,26 @@ def sampling_row(opened: SlotOpen) -> dict[str, list[Any]]:
     sampling = opened.sampling
     assert sampling.seed is not None
     seed = sampling.seed & (2**64 - 1)
+    computed: dict[int, int] = {
+        IntColumn.SEED_LOW: _signed(seed & 0xFFFFFFFF),
+        IntColumn.SEED_HIGH: _signed(seed >> 32),
+        IntColumn.SAMPLE: opened.sample,
+        # The host holds back stop ids where a grammar constrains what is drawn.
+        IntColumn.MIN_LEN: (
+            0 if opened.constrained else min(len(opened.prompt_ids) + sampling.min_tokens, _LARGEST_INT)
+        ),
+        IntColumn.LOGPROBS: int(sampling.logprobs is not None),
+        SlotColumn.FILL_LEN: len(opened.prompt_ids) + len(opened.output_ids),
+        SlotColumn.CONSTRAINED: int(opened.constrained),
+    }
+
+    def option(column: IntColumn | FloatColumn | SlotColumn) -> Any:
+        return getattr(sampling, column.name.lower())
+
     return {
-        "ints": [
-            max(sampling.top_k, 0),
-            _signed(seed & 0xFFFFFFFF),
-            _signed(seed >> 32),
-            opened.sample,
-            # The host holds back stop ids where a grammar constrains what is drawn.
-            0 if opened.constrained else min(len(opened.prompt_ids) + sampling.min_tokens, _LARGEST_INT),
-            int(sampling.logprobs is not None),
-            len(opened.prompt_ids) + len(opened.output_ids),
-            int(opened.constrained),
-        ],
-        "floats": [_normal(getattr(sampling, name)) for name in FLOATS],
+        # An option below 0 is off, as it is at 0.
+        "ints": [computed[column] if column in computed else max(option(column), 0) for column in INT_COLUMNS],
+        "floats": [_normal(option(column)) for column in FloatColumn],
         "stop_ids": [*opened.stop_ids, *[-1] * (MAX_STOP_IDS - len(opened.stop_ids))],
     }
 

@@ -7,6 +7,7 @@ it back where the program ends, so that nothing inside sees it.
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,28 +25,31 @@ from jaxserve.runtime.speculation.draft_model import DraftModel
 from jaxserve.step_plan import Capacity
 from pallas_kernels.ngram_lookup import NgramIndex, NgramLookup
 from pallas_kernels.paged_attention import KVLayout, PagedKV, is_float8, kv_layout
-
-# Columns of SamplingRows.ints and .floats.
-INTS = ("top_k", "seed_low", "seed_high", "sample", "min_len", "logprobs", "fill_len", "constrained")
-FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
+from pallas_kernels.sampling import FloatColumn, IntColumn
 
 # Entries of a slot's table of n-grams; of longer sequences, n-grams of the same hash replace each other more often.
 _MAX_ENTRIES = 2**14
 
 _F32 = np.dtype(np.float32)
 
-# Bits of DeviceState.counts, an int16: the sign bit, and the others.
-SEEN_IN_PROMPT = -(2**15)
-COUNT_MASK = 2**15 - 1
+
+class SlotColumn(enum.IntEnum):
+    """The columns of `SamplingRows.ints` after those of `IntColumn`.
+
+    `FILL_LEN` is the number of tokens that were known when the slot was opened. `CONSTRAINED` says that a grammar
+    decides which tokens may be drawn.
+    """
+
+    FILL_LEN = len(IntColumn)
+    CONSTRAINED = len(IntColumn) + 1
+
+
+INT_COLUMNS = (*IntColumn, *SlotColumn)
 
 
 @flax.struct.dataclass
 class SamplingRows:
-    """The sampling parameters by slot. Stop ids may not be drawn while the sequence is shorter than `min_len`.
-
-    `fill_len` is no parameter, but the number of tokens that were known when the slot was opened. `constrained` says
-    that a grammar decides which tokens may be drawn.
-    """
+    """The sampling parameters by slot: `INT_COLUMNS`, the columns of `FloatColumn`, stop ids and logit bias."""
 
     ints: Int[Array, "slots ints"]
     floats: Float[Array, "slots floats"]
@@ -164,8 +168,8 @@ def state_specs(
         seq_lens=by_slot(i32),
         page_tables=tuple(by_slot(i32, max_pages(capacity)) for _ in specs),
         sampling=SamplingRows(
-            ints=by_slot(i32, len(INTS)),
-            floats=by_slot(f32, len(FLOATS)),
+            ints=by_slot(i32, len(INT_COLUMNS)),
+            floats=by_slot(f32, len(FloatColumn)),
             stop_ids=by_slot(i32, MAX_STOP_IDS),
             bias_ids=by_slot(i32, MAX_LOGIT_BIAS),
             bias_values=by_slot(f32, MAX_LOGIT_BIAS),

@@ -30,10 +30,11 @@ from jaxserve.runtime.step.features import keep_features
 from jaxserve.runtime.step.groups import in_groups
 from jaxserve.runtime.step.input_packing import InputPacking
 from jaxserve.runtime.step.program import ProgramKey, ProgramKind, RankFunction, StepContext
-from jaxserve.runtime.step.sampling import Logprobs, Rows
-from jaxserve.runtime.step.state import INTS, DeviceState, Drafts
+from jaxserve.runtime.step.sampling import DrawnRows, Logprobs
+from jaxserve.runtime.step.state import DeviceState, Drafts, SlotColumn
 from jaxserve.runtime.step.verify import Drawn
 from jaxserve.step_plan import Capacity, StepKind
+from pallas_kernels.sampling import row_kernels
 
 # Positions whose logits exist at once for the log probabilities of a prompt
 PROMPT_LOGIT_ROWS = 16
@@ -154,7 +155,7 @@ def _keep_hidden(
 ) -> DeviceState:
     """Keep the last hidden state of rows that a grammar constrains: their next token is drawn later."""
     num_slots = len(state.seq_lens)
-    constrained = state.sampling.ints[jnp.minimum(inputs.slots, num_slots - 1), INTS.index("constrained")] != 0
+    constrained = state.sampling.ints[jnp.minimum(inputs.slots, num_slots - 1), SlotColumn.CONSTRAINED] != 0
     if not shape.decode_only:
         hidden = hidden.at[jnp.maximum(inputs.batch.query_starts[1:] - 1, 0)].get(mode="promise_in_bounds")
     at = jnp.where(constrained, inputs.slots, num_slots)
@@ -188,7 +189,7 @@ def _draw(
     if not shape.max_drafts:
         last = jnp.maximum(batch.query_starts[1:] - 1, 0)
         wanted = hidden.at[last].get(mode="promise_in_bounds") if not shape.decode_only else hidden
-        rows = Rows(inputs.slots, batch.kv_lens, inputs.samples)
+        rows = DrawnRows(inputs.slots, batch.kv_lens, inputs.samples)
         live = jnp.max(jnp.where(inputs.samples, jnp.arange(1, shape.rows + 1, dtype=jnp.int32), 0))
         tokens, logprobs = sample_rows(logits, wanted, rows, live, state, context, greedy=bool(shape.key.greedy))
         ones = jnp.ones_like(batch.kv_lens)
@@ -199,7 +200,7 @@ def _draw(
     slots = inputs.slots[drawing.rows]
     pending = verify.drafts_before(state, jnp.minimum(slots, len(state.seq_lens) - 1), drawing.offset)
     samples = inputs.samples[drawing.rows] & (jnp.arange(shape.drawn) < live)
-    rows = Rows(slots, batch.positions[drawing.tokens] + 1, samples, pending)
+    rows = DrawnRows(slots, batch.positions[drawing.tokens] + 1, samples, pending)
     wanted = hidden if shape.all_drawn else hidden[drawing.tokens]
     tokens, logprobs = sample_rows(logits, wanted, rows, live, state, context, greedy=False)
     # Of a row with fewer tokens, any others
@@ -211,7 +212,7 @@ def _draw(
 def sample_rows(
     logits_of: Callable[..., Float[Array, "group vocab_shard"]],
     hidden: Float[Array, "rows dim"],
-    rows: Rows,
+    rows: DrawnRows,
     live: Int[Array, ""],
     state: DeviceState,
     context: StepContext,
@@ -222,7 +223,7 @@ def sample_rows(
     `context.sample_rows`; `logits_of` returns the logits of hidden states, of the first ones if it gets a number."""
     rows = rows._replace(slots=jnp.minimum(rows.slots, state.seq_lens.shape[0] - 1))
 
-    def draw(given: tuple[Array, Rows], num_rows: Array | None) -> tuple[Array, Logprobs | None]:
+    def draw(given: tuple[Array, DrawnRows], num_rows: Array | None) -> tuple[Array, Logprobs | None]:
         states, own = given
         logits = mask_padding(logits_of(states, num_rows), context.model.config.vocab_size, num_rows)
         if greedy:
@@ -250,7 +251,7 @@ def _prompt_logprobs(
         logits = mask_padding(model.head(context.model, params, block[0]), context.model.config.vocab_size)
         return sampling.logprobs(logits, block[1], target)
 
-    if sampling.uses_triton(target):
+    if row_kernels(target) is not None:
         # Without a loop, so that the program stays one graph.
         groups: list[Logprobs] = []
         for start in range(0, tokens, PROMPT_LOGIT_ROWS_ON_GPU):

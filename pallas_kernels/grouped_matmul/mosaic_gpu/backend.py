@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Shaped
 
+from pallas_kernels.dispatch import Backend
 from pallas_kernels.grouped_matmul import reference
 from pallas_kernels.grouped_matmul.gate import Gate
 from pallas_kernels.grouped_matmul.groups import Groups
@@ -33,8 +34,8 @@ _FACTORS = 4
 
 
 def refusal(out_dim: int, in_dim: int, scheme: Scheme | None, target: KernelTarget) -> str | None:
-    """See `backends.BackendModule`."""
-    # What it refuses of a product that has the sizes which all have: the device, and the scheme.
+    """See `backends.ExpertsModule`."""
+    # What it refuses of a product that has the sizes which all have: the scheme.
     refused = products.refusal(TILE_ROWS, BLOCK, scheme or Scheme("int8"), target)
     if refused is not None:
         return refused
@@ -56,11 +57,11 @@ def multiply(
     gate: Gate | None,
     of_tokens: bool,
     out_dtype: Any,
-    target: KernelTarget,
-    interpret: bool,
+    backend: Backend,
 ) -> Float[Array, "rows out_or_half"]:
-    """See `backends.BackendModule`."""
-    options: dict[str, Any] = {"of_tokens": of_tokens, "target": target, "interpret": interpret}
+    """See `backends.ExpertsModule`."""
+    options: dict[str, Any] = {"of_tokens": of_tokens, "backend": backend}
+    target, interpret = backend.target, backend.interpret
     experts, out_dim, in_dim = weight.shape
     numbers: Any = weight
     scheme, scale, zero, unpacking = None, None, None, None

@@ -11,6 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Shaped
 
+from pallas_kernels.dispatch import Backend
 from pallas_kernels.grouped_matmul.gate import Gate
 from pallas_kernels.grouped_matmul.groups import Groups
 from pallas_kernels.grouped_matmul.mosaic_tpu.kernel import Operands, product
@@ -31,11 +32,9 @@ _TILE_BYTES = 2**22
 
 
 def refusal(out_dim: int, in_dim: int, scheme: Scheme | None, target: KernelTarget) -> str | None:
-    """See `backends.BackendModule`."""
+    """See `backends.ExpertsModule`."""
     if scheme is not None:
         return quantized.refusal(out_dim, in_dim, scheme, target)
-    if target.platform not in ("tpu", "cpu"):
-        return f"mosaic_tpu compiles for TPUs, not for {target.platform}"
     return None
 
 
@@ -49,19 +48,17 @@ def multiply(
     gate: Gate | None,
     of_tokens: bool,
     out_dtype: Any,
-    target: KernelTarget,
-    interpret: bool,
+    backend: Backend,
 ) -> Float[Array, "rows out_or_half"]:
-    """See `backends.BackendModule`."""
+    """See `backends.ExpertsModule`."""
     assert factors is None, "mosaic_tpu multiplies by inputs that aren't quantized"
     if of_tokens:
         x = x[groups.tokens]
     terms = TERMS[jnp.dtype(x.dtype)] if isinstance(weight, QuantizedWeight) else 1
-    options: dict[str, Any] = {"target": target, "interpret": interpret}
     if terms == 1:
-        return _multiply(x, weight, groups, bias, gate, out_dtype, **options)
+        return _multiply(x, weight, groups, bias, gate, out_dtype, backend)
     parts = bfloat16_terms(x, terms).reshape(terms, *x.shape)
-    sums = jnp.stack([_multiply(part, weight, groups, None, None, jnp.float32, **options) for part in parts])
+    sums = jnp.stack([_multiply(part, weight, groups, None, None, jnp.float32, backend) for part in parts])
     return join(sums.sum(axis=0), groups, bias, gate)
 
 
@@ -72,9 +69,7 @@ def _multiply(
     bias: Float[Array, "experts out_dim"] | None,
     gate: Gate | None,
     out_dtype: Any,
-    *,
-    target: KernelTarget,
-    interpret: bool,
+    backend: Backend,
 ) -> Float[Array, "rows out_or_half"]:
     experts, outputs, inputs = weight.shape
     parts = 1 if gate is None else 2
@@ -111,8 +106,8 @@ def _multiply(
         assert x.dtype == weight.dtype != jnp.float16, (x.dtype, weight.dtype)  # TPUs have no float16
         operands = Operands(numbers, bias=bias)
         tiles = Tiles(rows, block_out, inputs, inputs, packed=False)
-    work, limit = work_list(groups, rows), quantized.vmem_limit(target)
-    return product(x, operands, work, tiles, gate, out_dtype, vmem_limit=limit, interpret=interpret)
+    work, limit = work_list(groups, rows), quantized.vmem_limit(backend.target)
+    return product(x, operands, work, tiles, gate, out_dtype, vmem_limit=limit, interpret=backend.interpret)
 
 
 def _block_rows(rows: int, experts: int, inputs: int) -> int:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Float32, Shaped
 
+from pallas_kernels.dispatch import Backend
 from pallas_kernels.grouped_matmul.gate import Gate
 from pallas_kernels.grouped_matmul.groups import Groups
 from pallas_kernels.grouped_matmul.triton.kernel import Blocks, grouped_product
@@ -37,11 +38,9 @@ _MOST_ROWS_IN_32_BITS = 32
 
 
 def refusal(out_dim: int, in_dim: int, scheme: Scheme | None, target: KernelTarget) -> str | None:
-    """See `backends.BackendModule`."""
+    """See `backends.ExpertsModule`."""
     if scheme is not None:
         return products.refusal(out_dim, in_dim, scheme, target)
-    if (reason := products.refused_device(target)) is not None:
-        return reason
     if in_dim % MIN_TERMS:
         return f"triton takes experts with inputs in multiples of {MIN_TERMS}, not {in_dim}"
     return None
@@ -57,20 +56,19 @@ def multiply(
     gate: Gate | None,
     of_tokens: bool,
     out_dtype: Any,
-    target: KernelTarget,
-    interpret: bool,
+    backend: Backend,
 ) -> Float[Array, "rows out_or_half"]:
-    """See `backends.BackendModule`."""
+    """See `backends.ExpertsModule`."""
     count, out_dim, in_dim = weight.shape
     scheme = None
     if isinstance(weight, QuantizedWeight):
         scheme = weight.scheme
-        operands, words = _quantized(x, factors, weight, target)
+        operands, words = _quantized(x, factors, weight, backend.target)
     else:
         operands, words = _plain(x, weight)
     bias = None if bias is None else bias.reshape(-1)
     experts = Experts(count, out_dim, in_dim, gate is not None, scheme)
-    blocks = blocks_for(groups.likely_rows, experts, target)
+    blocks = blocks_for(groups.likely_rows, experts, backend.target)
     if operands.x.dtype == jnp.float32:
         blocks = dataclasses.replace(blocks, block_rows=min(blocks.block_rows, _MOST_ROWS_IN_32_BITS))
     return grouped_product(
@@ -81,7 +79,7 @@ def multiply(
         groups.num_rows,
         blocks,
         out_dtype,
-        interpret=interpret,
+        interpret=backend.interpret,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from pallas_kernels.cpu import maths
 from pallas_kernels.cpu.emit import Function, Value
@@ -24,23 +25,30 @@ from pallas_kernels.paged_attention.cpu.blocks import (
 from pallas_kernels.paged_attention.cpu.tiles import LANES, VECTOR, WORDS, zero
 
 
+class Strip(NamedTuple):
+    """Consecutive rows of queries: pointers to the queries and to their states, how many, and each one's position."""
+
+    queries: Value
+    states: Value
+    rows: int
+    position_of: Callable[[Value], Value]
+
+
 def advance(
     f: Function,
     scratch: BlockScratch,
-    queries: Value,
-    states: Value,
-    rows: int,
-    position_of: Callable[[Value], Value],
+    strip: Strip,
     at: Value,
     end: Value,
     prefetch: Prefetch | None = None,
 ) -> None:
-    """Add a block whose keys are laid out to the states of consecutive rows of queries, at positions `position_of`.
+    """Add a block whose keys are laid out to the states of a strip.
 
     Without `prefetch`, its values must be laid out too. With it, values are read from the pool, and each step of both
     products calls `prefetch(pool, first byte, bytes)` for its part of a block: a core has only some reads under way.
     """
     assert scratch.tiles is None
+    queries, states, rows, position_of = strip
     query_positions = [position_of(f.constant(I64, r)) for r in range(rows)]
     facts, exact = scratch.facts, scratch.exact
     size = 2 if exact else 4
@@ -116,21 +124,19 @@ def advance_tiles(
     f: Function,
     scratch: BlockScratch,
     tiles: TileRegisters,
-    states: Value,
-    rows: int,
-    position_of: Callable[[Value], Value],
+    strip: Strip,
     at: Value,
 ) -> None:
-    """Add a block whose logits are stored and whose values are laid out to the states of rows, as `advance` does.
+    """Add a block whose logits are stored and whose values are laid out to the states of a strip, as `advance` does.
 
     The product with values takes all tokens of the block; those that a row doesn't see have the weight 0.
     """
-    facts = scratch.facts
+    facts, states, rows = scratch.facts, strip.states, strip.rows
 
     def weigh(r: Value) -> None:
         state, logits = f.at(states, r * state_bytes(facts)), f.at(scratch.logits, r * (BLOCK * 4))
         own = [f.load(VECTOR, logits, 64 * i) for i in range(WIDE)]
-        keep, shares = softmax_weights(f, own, state, at, position_of(r), facts)
+        keep, shares = softmax_weights(f, own, state, at, strip.position_of(r), facts)
         for i, share in enumerate(shares):
             f.store(f.to_bf16(share), scratch.weights, r * (BLOCK * 2) + 32 * i)
         for i in range(facts.vectors):

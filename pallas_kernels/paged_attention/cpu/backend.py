@@ -16,6 +16,8 @@ from pallas_kernels import cpu
 from pallas_kernels.cpu.emit import Function, Module, Value
 from pallas_kernels.cpu.ffi import Call, handler
 from pallas_kernels.cpu.types import I1, I8, I64, PTR
+from pallas_kernels.dispatch import Backend
+from pallas_kernels.paged_attention.arguments import AttentionOptions, Rows
 from pallas_kernels.paged_attention.cpu.decode import decode, num_chunks, partial_bytes, write_chunks
 from pallas_kernels.paged_attention.cpu.prefill import num_tiles, prefill, write_tiles
 from pallas_kernels.paged_attention.cpu.tiles import (
@@ -42,11 +44,7 @@ _MOST_QUERIES = 512
 
 
 def refusal(problem: Problem, target: KernelTarget) -> str | None:
-    """Return what isn't supported (device, dtype, head size or page size), or None."""
-    if target.platform != "cpu":
-        return f"cpu compiles for the CPU it runs on, not for {target.platform}"
-    if why := cpu.refusal():
-        return why
+    """Return what isn't supported (dtype, head size or page size), or None."""
     for what, dtype in (("computes in", problem.dtype), ("reads KV caches of", problem.kv_dtype)):
         if dtype.name not in DTYPES:
             return f"cpu {what} {' and '.join(DTYPES)}, not {dtype.name}"
@@ -63,40 +61,29 @@ def paged_attention(
     v: Float[Array, "tokens kv_heads head_dim"] | None,
     kv: PagedKV,
     layer: int | Int[Array, ""],
-    page_table: Int[Array, "rows max_pages"],
-    query_starts: Int[Array, " rows_plus_1"],
-    kv_lens: Int[Array, " rows"],
-    num_decodes: Int[Array, ""],
-    num_seqs: Int[Array, ""],
-    *,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-    sinks: Float[Array, " heads"] | None,
-    decode_only: bool,
-    max_queries: int | None,
-    target: KernelTarget,
-    interpret: bool,
+    rows: Rows,
+    options: AttentionOptions,
+    backend: Backend,
 ) -> tuple[Float[Array, "tokens heads head_dim"], PagedKV]:
     """Compute `api.paged_attention`."""
     assert kv.scales is None
     group = q.shape[1] // kv.num_kv_heads
-    few_queries = max_queries is not None and max_queries * group <= _MOST_QUERIES
+    few_queries = rows.max_queries is not None and rows.max_queries * group <= _MOST_QUERIES
     facts = CpuAttention(
         group=group,
         head_dim=q.shape[2],
         page_size=kv.page_size,
         dtype=q.dtype.name,
         kv_dtype=kv.keys.dtype.name,
-        scale=float(scale),
-        window=window,
-        soft_cap=soft_cap,
-        sinks=sinks is not None,
-        decode_only=decode_only or few_queries,
-        max_queries=max_queries if few_queries else None,
+        scale=float(options.scale),
+        window=options.window,
+        soft_cap=options.soft_cap,
+        sinks=options.sinks is not None,
+        decode_only=rows.decode_only or few_queries,
+        max_queries=rows.max_queries if few_queries else None,
         writes=k is not None,
     )
-    integers = (layer * kv.num_pages, page_table, query_starts, kv_lens, num_decodes, num_seqs)
+    integers = rows.page_table, rows.query_starts, rows.kv_lens, rows.num_decodes, rows.num_seqs
     new = () if k is None or v is None else (as_pool_dtype(k, kv, layer, 0), as_pool_dtype(v, kv, layer, 1))
     out, keys, values = cpu.call(
         PagedAttention(facts),
@@ -104,9 +91,9 @@ def paged_attention(
         q,
         kv.keys,
         kv.values,
-        *(jnp.asarray(x, jnp.int32) for x in integers),
+        *(jnp.asarray(x, jnp.int32) for x in (layer * kv.num_pages, *integers)),
         *new,
-        *(() if sinks is None else (sinks.astype(jnp.float32),)),
+        *(() if options.sinks is None else (options.sinks.astype(jnp.float32),)),
         in_place={1: 1, 2: 2},
     )
     return out, kv.with_pools((keys, values))

@@ -13,6 +13,7 @@ from pallas_kernels.cpu.emit import Function, Value
 from pallas_kernels.cpu.tile_registers import ROWS
 from pallas_kernels.cpu.types import I64
 from pallas_kernels.paged_attention.cpu.advance import (
+    Strip,
     advance,
     advance_tiles,
     lay_out_queries,
@@ -161,11 +162,11 @@ def decode(f: Function, item: Value, shared: SharedOperands, facts: CpuAttention
 
                 if own.tiles is None:
                     of_strip = f.at(queries, first * query_bytes(own))
-                    advance(f, own, of_strip, rows, strip, position_of, at, stop, prefetch_next)
+                    advance(f, own, Strip(of_strip, rows, strip, position_of), at, stop, prefetch_next)
                 else:
                     side_by_side = f.at(columns, s * (ROWS * query_bytes(own)))
                     multiply_keys_in_pool(f, own, own.tiles, side_by_side, strip, at, stop, prefetch)
-                    advance_tiles(f, own, own.tiles, rows, strip, position_of, at)
+                    advance_tiles(f, own, own.tiles, Strip(side_by_side, rows, strip, position_of), at)
 
             if own.tiles is not None:
                 lay_out_values(f, own, at, stop, prefetch)

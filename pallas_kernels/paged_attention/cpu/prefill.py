@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from pallas_kernels.cpu.emit import Function, Value
 from pallas_kernels.cpu.types import I64
-from pallas_kernels.paged_attention.cpu.advance import advance, advance_tiles, multiply_keys
+from pallas_kernels.paged_attention.cpu.advance import Strip, advance, advance_tiles, multiply_keys
 from pallas_kernels.paged_attention.cpu.blocks import (
     BLOCK,
     CHUNK,
@@ -154,16 +154,15 @@ def _block(f: Function, tile: _QueryTile, scratch: BlockScratch, states: Value, 
         own = f.at(states, begin * state_bytes(scratch.facts))
 
         def attend() -> None:
-            rows = tile.strip_rows
-
             def position_of(r: Value) -> Value:
                 return tile.first + (begin + r) // group
 
+            strip = Strip(queries, own, tile.strip_rows, position_of)
             if scratch.tiles is None:
-                advance(f, scratch, queries, own, rows, position_of, at, end)
+                advance(f, scratch, strip, at, end)
             else:
                 multiply_keys(f, scratch, scratch.tiles, queries)
-                advance_tiles(f, scratch, scratch.tiles, own, rows, position_of, at)
+                advance_tiles(f, scratch, scratch.tiles, strip, at)
 
         f.when(tile.first + (begin + (tile.strip_rows - 1)) // group >= at, attend)
 

@@ -6,12 +6,11 @@ which block sizes they run; the kernels are in `decode.py` and `prefill.py`. New
 
 from __future__ import annotations
 
-import os
-from typing import Any
-
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.dispatch import Backend
+from pallas_kernels.paged_attention.arguments import AttentionOptions, Preparation, Rows
 from pallas_kernels.paged_attention.layout import PagedKV
 from pallas_kernels.paged_attention.mosaic_gpu.decode import decode
 from pallas_kernels.paged_attention.mosaic_gpu.parts import WIDE, MosaicGpuAttention, converted_slots
@@ -19,18 +18,14 @@ from pallas_kernels.paged_attention.mosaic_gpu.prefill import prefill
 from pallas_kernels.paged_attention.problem import Problem, is_float8
 from pallas_kernels.paged_attention.triton.qkv import write_qkv
 from pallas_kernels.paged_attention.tuning import tuned_blocks
-from pallas_kernels.paged_attention.write import queries_as_rows, token_slots, write_kv
+from pallas_kernels.paged_attention.write import write_kv
 from pallas_kernels.target import KernelTarget
 
 MAX_GROUP = 16
-HOPPER = (9, 0)
 
 _CORES = 132
 # The interpreter runs programs one after another: just enough of them that some rows are split.
 _INTERPRETED_CORES = 4
-
-# In the interpreter a waiting warpgroup occupies a thread, which the warpgroup it waits for may need.
-_INTERPRETER_THREADS = 8
 
 _PROGRAMS_A_CORE = 3
 _MAX_SPLITS = 64
@@ -42,16 +37,7 @@ _MAX_STAGES = 8
 
 
 def refusal(problem: Problem, target: KernelTarget) -> str | None:
-    """Return what isn't supported (device, dtype, head size, ratio of heads or page size), or None."""
-    if target.platform not in ("cuda", "gpu", "cpu"):
-        return f"mosaic_gpu compiles for NVIDIA GPUs, not for {target.platform}"
-    if target.platform != "cpu" and target.capability != HOPPER:
-        return f"mosaic_gpu is written for compute capability 9.0 (Hopper), not for {target.kind or 'this one'}"
-    if target.platform == "cpu" and _cpu_threads() < _INTERPRETER_THREADS:
-        return (
-            f"mosaic_gpu's interpreter deadlocks with fewer than {_INTERPRETER_THREADS} threads of XLA's: set "
-            f"NPROC={_INTERPRETER_THREADS} in the environment"
-        )
+    """Return what isn't supported (dtype, head size, ratio of heads or page size), or None."""
     if problem.dtype != jnp.bfloat16:
         return f"mosaic_gpu takes queries of bfloat16, not of {problem.dtype.name}"
     if problem.kv_dtype not in (jnp.bfloat16, jnp.float8_e4m3fn):
@@ -71,102 +57,44 @@ def paged_attention(
     v: Float[Array, "tokens kv_heads head_dim"] | None,
     kv: PagedKV,
     layer: int | Int[Array, ""],
-    page_table: Int[Array, "rows max_pages"],
-    query_starts: Int[Array, " rows_plus_1"],
-    kv_lens: Int[Array, " rows"],
-    num_decodes: Int[Array, ""],
-    num_seqs: Int[Array, ""],
-    *,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-    sinks: Float[Array, " heads"] | None,
-    decode_only: bool,
-    max_queries: int | None,
-    target: KernelTarget,
-    interpret: bool,
+    rows: Rows,
+    options: AttentionOptions,
+    backend: Backend,
 ) -> tuple[Float[Array, "tokens heads head_dim"], PagedKV]:
     """Compute `api.paged_attention`."""
     if k is not None and v is not None:
-        kv = write_kv(k, v, kv, layer, page_table, query_starts, kv_lens, num_seqs)
-    rows = page_table, query_starts, kv_lens, num_decodes, num_seqs
-    options: dict[str, Any] = {
-        "scale": scale,
-        "window": window,
-        "soft_cap": soft_cap,
-        "sinks": sinks,
-        "decode_only": decode_only,
-        "max_queries": max_queries,
-    }
-    return _attend(q, kv, layer, *rows, **options, target=target, interpret=interpret), kv
+        kv = write_kv(k, v, kv, layer, rows)
+    return _attend(q, kv, layer, rows, options, backend), kv
 
 
 def qkv_attention(
     qkv: Float[Array, "tokens width"],
-    bias: Float[Array, " width"] | None,
-    norms: tuple[Float[Array, " head_dim"], Float[Array, " head_dim"]] | None,
-    rotation: tuple[Float[Array, "tokens half"], Float[Array, "tokens half"]] | None,
+    preparation: Preparation,
     kv: PagedKV,
     layer: int | Int[Array, ""],
-    page_table: Int[Array, "rows max_pages"],
-    query_starts: Int[Array, " rows_plus_1"],
-    kv_lens: Int[Array, " rows"],
-    num_decodes: Int[Array, ""],
-    num_seqs: Int[Array, ""],
-    *,
-    eps: float,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-    sinks: Float[Array, " heads"] | None,
-    query_scale: Float[Array, " tokens"] | None,
-    norm_values: bool,
-    keys_as_values: bool,
-    decode_only: bool,
-    max_queries: int | None,
-    target: KernelTarget,
-    interpret: bool,
+    rows: Rows,
+    options: AttentionOptions,
+    backend: Backend,
 ) -> tuple[Float[Array, "tokens heads head_dim"], PagedKV]:
     """Compute `api.qkv_attention`."""
-    slots = token_slots(len(qkv), kv.page_size, page_table, query_starts, kv_lens, num_seqs)
-    forms: dict[str, bool] = {"norm_values": norm_values, "keys_as_values": keys_as_values, "interpret": interpret}
-    q, kv, _ = write_qkv(qkv, bias, norms, rotation, query_scale, kv, layer, slots, eps=eps, **forms)
-    rows = page_table, query_starts, kv_lens, num_decodes, num_seqs
-    options: dict[str, Any] = {
-        "scale": scale,
-        "window": window,
-        "soft_cap": soft_cap,
-        "sinks": sinks,
-        "decode_only": decode_only,
-        "max_queries": max_queries,
-    }
-    return _attend(q, kv, layer, *rows, **options, target=target, interpret=interpret), kv
+    q, kv, _ = write_qkv(qkv, preparation, kv, layer, rows.slots(len(qkv), kv.page_size), interpret=backend.interpret)
+    return _attend(q, kv, layer, rows, options, backend), kv
 
 
 def _attend(
     q: Float[Array, "tokens heads head_dim"],
     kv: PagedKV,
     layer: int | Int[Array, ""],
-    page_table: Int[Array, "rows max_pages"],
-    query_starts: Int[Array, " rows_plus_1"],
-    kv_lens: Int[Array, " rows"],
-    num_decodes: Int[Array, ""],
-    num_seqs: Int[Array, ""],
-    *,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-    sinks: Float[Array, " heads"] | None,
-    decode_only: bool,
-    max_queries: int | None,
-    target: KernelTarget,
-    interpret: bool,
+    rows: Rows,
+    options: AttentionOptions,
+    backend: Backend,
 ) -> Float[Array, "tokens heads head_dim"]:
     """Attend to tokens that are all in the pool."""
     tokens, heads, head_dim = q.shape
-    if max_queries is not None:
-        table_rows, kv_lens, num_decodes = queries_as_rows(tokens, query_starts, kv_lens, num_seqs)
-        page_table, decode_only = page_table[table_rows], True
+    decodes, page_table, sinks = rows.decodes(tokens), rows.page_table, options.sinks
+    if decodes.table_rows is not None:
+        page_table = page_table[decodes.table_rows]
+    target, interpret = backend.target, backend.interpret
     kv_heads = kv.num_kv_heads
     problem = Problem(heads, kv_heads, head_dim, kv.page_size, q.dtype, kv.keys.dtype)
 
@@ -176,9 +104,9 @@ def _attend(
             group=heads // kv_heads,
             head_dim=head_dim,
             page_size=kv.page_size,
-            scale=scale,
-            window=window,
-            soft_cap=soft_cap,
+            scale=options.scale,
+            window=options.window,
+            soft_cap=options.soft_cap,
             block=blocks["block"],
             stages=blocks["stages"],
             warpgroups=blocks["warpgroups"],
@@ -187,18 +115,18 @@ def _attend(
             interpret=interpret,
         )
 
-    rows = min(tokens, page_table.shape[0])
+    most = min(tokens, page_table.shape[0])
     sizes = tuned_blocks(target, "mosaic_gpu", "decode", problem) or _decode_sizes(problem)
-    splits = _splits(rows * kv_heads, page_table.shape[1] * kv.page_size // sizes["block"], interpret=interpret)
-    out = decode(q[:rows], kv, layer, page_table, kv_lens, num_decodes, sinks, attention(sizes), splits)
-    if decode_only:
+    splits = _splits(most * kv_heads, page_table.shape[1] * kv.page_size // sizes["block"], interpret=interpret)
+    out = decode(q[:most], kv, layer, page_table, decodes, sinks, attention(sizes), splits)
+    if not rows.has_chunks:
         return out
     sizes = tuned_blocks(target, "mosaic_gpu", "prefill", problem) or _prefill_sizes(
-        problem, masked=window is not None or soft_cap is not None
+        problem, masked=options.window is not None or options.soft_cap is not None
     )
-    out = jnp.pad(out, ((0, tokens - rows), (0, 0), (0, 0)))
-    chunks = prefill(q, kv, layer, page_table, query_starts, kv_lens, num_decodes, num_seqs, sinks, attention(sizes))
-    return jnp.where((jnp.arange(tokens) < num_decodes)[:, None, None], out, chunks)
+    out = jnp.pad(out, ((0, tokens - most), (0, 0), (0, 0)))
+    chunks = prefill(q, kv, layer, rows, sinks, attention(sizes))
+    return jnp.where((jnp.arange(tokens) < rows.num_decodes)[:, None, None], out, chunks)
 
 
 def candidates(kind: str, problem: Problem, target: KernelTarget) -> list[dict[str, int]]:
@@ -217,11 +145,6 @@ def candidates(kind: str, problem: Problem, target: KernelTarget) -> list[dict[s
         for warpgroups in (1, 2)
         for p_smem in (0, 1)
     ]
-
-
-def _cpu_threads() -> int:
-    """Return the number of threads that XLA uses on a CPU."""
-    return int(os.environ.get("NPROC") or os.cpu_count() or 1)
 
 
 def _splits(programs: int, blocks: int, *, interpret: bool) -> int:

@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.paged_attention.arguments import Rows
 from pallas_kernels.paged_attention.layout import PagedKV
 from pallas_kernels.paged_attention.mosaic_gpu.convert import convert_rings
 from pallas_kernels.paged_attention.mosaic_gpu.parts import (
@@ -61,15 +62,36 @@ class _Tiles(NamedTuple):
     tile_row: Int[Array, " tokens"]
 
 
+class _TileRefs(NamedTuple):
+    """The references of a kernel: operands, results and scratch memory."""
+
+    row: Any
+    start: Any
+    rows: Any
+    position: Any
+    lens: Any
+    layer: Any
+    table: Any
+    q: Any
+    keys: Any
+    values: Any
+    scales: Any
+    out: Any
+    lse: Any
+    q_smem: Any
+    k_ring: Any
+    v_ring: Any
+    lse_smem: Any
+    p_smem: Any
+    q_arrived: Any
+    v_clear: Any
+
+
 def prefill(
     q: Float[Array, "tokens heads head_dim"],
     kv: PagedKV,
     layer: int | Int[Array, ""],
-    page_table: Int[Array, "rows max_pages"],
-    query_starts: Int[Array, " rows_plus_1"],
-    kv_lens: Int[Array, " rows"],
-    num_decodes: Int[Array, ""],
-    num_seqs: Int[Array, ""],
+    rows: Rows,
     sinks: Float[Array, " heads"] | None,
     attention: MosaicGpuAttention,
 ) -> Float[Array, "tokens heads head_dim"]:
@@ -79,11 +101,11 @@ def prefill(
     tile_rows = attention.warpgroups * TILE_ROWS
     padding = 0 if _tokens_a_tile(group, tile_rows) else -group % PIECE
     attention = dataclasses.replace(attention, group=group + padding)
-    tiles = _tiles(tokens, group + padding, tile_rows, query_starts, kv_lens, num_decodes, num_seqs)
+    tiles = _tiles(tokens, group + padding, tile_rows, rows)
     by_head = q.reshape(tokens, kv_heads, group, head_dim).swapaxes(0, 1)
     by_head = jnp.pad(by_head, ((0, 0), (0, 0), (0, padding), (0, 0))).reshape(kv_heads, -1, head_dim)
     queries = by_head.at[:, tiles.source].get(mode="promise_in_bounds")
-    out, lse = _attend_tiles(queries, tiles, kv, layer, page_table, kv_lens, attention, with_lse=sinks is not None)
+    out, lse = _attend_tiles(queries, tiles, kv, layer, rows, attention, with_lse=sinks is not None)
     lanes = jnp.arange(group, dtype=jnp.int32)
     out = out.at[:, tiles.packed[:, None] + lanes].get(mode="promise_in_bounds")
     if sinks is not None:
@@ -99,20 +121,13 @@ def _tokens_a_tile(group: int, tile_rows: int) -> int:
     return tile_rows // group // step * step
 
 
-def _tiles(
-    tokens: int,
-    group: int,
-    tile_rows: int,
-    query_starts: Int[Array, " rows_plus_1"],
-    kv_lens: Int[Array, " rows"],
-    num_decodes: Int[Array, ""],
-    num_seqs: Int[Array, ""],
-) -> _Tiles:
+def _tiles(tokens: int, group: int, tile_rows: int, rows: Rows) -> _Tiles:
     per_tile = _tokens_a_tile(group, tile_rows)
+    query_starts, kv_lens = rows.query_starts, rows.kv_lens
     num_rows = kv_lens.shape[0]
     row_ids = jnp.arange(num_rows, dtype=jnp.int32)
     query_lens = query_starts[1:] - query_starts[:-1]
-    query_lens = jnp.where((row_ids >= num_decodes) & (row_ids < num_seqs), query_lens, 0)
+    query_lens = jnp.where((row_ids >= rows.num_decodes) & (row_ids < rows.num_seqs), query_lens, 0)
     packed_lens = ceil_div(query_lens * group, PIECE) * PIECE
     packed_ends = jnp.cumsum(packed_lens, dtype=jnp.int32)
     packed_starts = packed_ends - packed_lens
@@ -156,8 +171,7 @@ def _attend_tiles(
     tiles: _Tiles,
     kv: PagedKV,
     layer: int | Int[Array, ""],
-    page_table: Int[Array, "rows max_pages"],
-    kv_lens: Int[Array, " rows"],
+    of_rows: Rows,
     attention: MosaicGpuAttention,
     *,
     with_lse: bool,
@@ -172,31 +186,11 @@ def _attend_tiles(
     # With one loop instead of two, the sums of large heads stay in registers.
     mask_all = window is not None or warpgroups == 1
 
-    def body(
-        row_ref: Any,
-        start_ref: Any,
-        rows_ref: Any,
-        position_ref: Any,
-        lens_ref: Any,
-        layer_ref: Any,
-        table_ref: Any,
-        q_ref: Any,
-        keys_ref: Any,
-        values_ref: Any,
-        scales_ref: Any,
-        out_ref: Any,
-        lse_ref: Any,
-        q_smem: Any,
-        k_ring: Any,
-        v_ring: Any,
-        lse_smem: Any,
-        p_smem: Any,
-        q_arrived: Any,
-        v_clear: Any,
-    ) -> None:
+    def body(*arguments: Any) -> None:
+        refs = _TileRefs(*arguments)
         tile, head, warpgroup = (lax.axis_index(name) for name in ("tile", "head", "warpgroup"))
-        row, rows, first_query = row_ref[tile], rows_ref[tile], position_ref[tile]
-        length = lens_ref[row]
+        row, rows, first_query = refs.row[tile], refs.rows[tile], refs.position[tile]
+        length = refs.lens[row]
         live = rows > 0
         end = jnp.minimum(length, first_query + per_tile)
         high = ceil_div(end, block)
@@ -207,31 +201,31 @@ def _attend_tiles(
         def _attend() -> None:
             set_register_budget(attention, attends=True)
             first_row = warpgroup * TILE_ROWS
-            start_row = pl.multiple_of(start_ref[tile] + first_row, PIECE)
-            q_tile = q_smem.at[warpgroup]
-            plgpu.copy_gmem_to_smem(q_ref.at[head, pl.ds(start_row, TILE_ROWS)], q_tile, q_arrived.at[warpgroup])
-            plgpu.barrier_wait(q_arrived.at[warpgroup])
-            key_scale = scale_of(scales_ref, 0, head)
+            start_row = pl.multiple_of(refs.start[tile] + first_row, PIECE)
+            q_tile = refs.q_smem.at[warpgroup]
+            plgpu.copy_gmem_to_smem(refs.q.at[head, pl.ds(start_row, TILE_ROWS)], q_tile, refs.q_arrived.at[warpgroup])
+            plgpu.barrier_wait(refs.q_arrived.at[warpgroup])
+            key_scale = scale_of(refs.scales, 0, head)
 
             def step(i: jax.Array, state: Any, masked: bool) -> Any:
                 slot, start = attention.slot(i - low), i * block
                 clears = masked and not attention.converts
                 if clears:
                     # Before the logits are computed, which leave few registers.
-                    plgpu.barrier_wait(v_ring.arrived.at[slot])
+                    plgpu.barrier_wait(refs.v_ring.arrived.at[slot])
 
                     @pl.when((start + block > length) | (start < first_seen))
                     def _() -> None:
                         @pl.when(warpgroup == 0)
                         def _() -> None:
-                            clear_outside(v_ring.blocks.at[slot], start, first_seen, length)
+                            clear_outside(refs.v_ring.blocks.at[slot], start, first_seen, length)
 
-                        plgpu.barrier_arrive(v_clear)
-                        plgpu.barrier_wait(v_clear)
+                        plgpu.barrier_arrive(refs.v_clear)
+                        plgpu.barrier_wait(refs.v_clear)
 
-                plgpu.barrier_wait(k_ring.arrived.at[slot])
-                z = logits_base_2(attention, query_key_products(q_tile, k_ring.blocks.at[slot]), key_scale)
-                plgpu.barrier_arrive(k_ring.free.at[slot])
+                plgpu.barrier_wait(refs.k_ring.arrived.at[slot])
+                z = logits_base_2(attention, query_key_products(q_tile, refs.k_ring.blocks.at[slot]), key_scale)
+                plgpu.barrier_arrive(refs.k_ring.free.at[slot])
                 if masked:
                     tile_row = plgpu.broadcasted_iota(jnp.int32, z.shape, 0, layout=TILE) + first_row
                     query = _divide(tile_row, group) + first_query
@@ -243,13 +237,13 @@ def _attend_tiles(
                 weights, out, peak, total = softmax_weights(z, *state)
                 weights = weights.astype(q.dtype)
                 if attention.p_smem:
-                    p_smem[warpgroup] = weights
+                    refs.p_smem[warpgroup] = weights
                     plgpu.commit_smem()
-                    weights = p_smem.at[warpgroup]
+                    weights = refs.p_smem.at[warpgroup]
                 if not clears:
-                    plgpu.barrier_wait(v_ring.arrived.at[slot])
-                out = add_values(attention, out, weights, v_ring.blocks.at[slot])
-                plgpu.barrier_arrive(v_ring.free.at[slot])
+                    plgpu.barrier_wait(refs.v_ring.arrived.at[slot])
+                out = add_values(attention, out, weights, refs.v_ring.blocks.at[slot])
+                plgpu.barrier_arrive(refs.v_ring.free.at[slot])
                 return out, peak, total
 
             # Blocks that all queries of the tile see in full need no mask; with a window there are few of these.
@@ -258,18 +252,20 @@ def _attend_tiles(
             if not mask_all:
                 state = lax.fori_loop(low, full, lambda i, state: step(i, state, masked=False), state)
             state = lax.fori_loop(full, high, lambda i, state: step(i, state, masked=True), state)
-            out, lse = normalize(scale_of(scales_ref, 1, head), *state)
+            out, lse = normalize(scale_of(refs.scales, 1, head), *state)
             q_tile[...] = out.astype(q.dtype)
             if with_lse:
-                lse_smem[warpgroup] = lse
+                refs.lse_smem[warpgroup] = lse
             plgpu.commit_smem()
             if with_lse:
-                plgpu.copy_smem_to_gmem(lse_smem.at[warpgroup], lse_ref.at[head, tile, pl.ds(first_row, TILE_ROWS)])
+                plgpu.copy_smem_to_gmem(
+                    refs.lse_smem.at[warpgroup], refs.lse.at[head, tile, pl.ds(first_row, TILE_ROWS)]
+                )
             whole = rows - first_row >= TILE_ROWS
 
             @pl.when(whole)
             def _() -> None:
-                plgpu.copy_smem_to_gmem(q_tile, out_ref.at[head, pl.ds(start_row, TILE_ROWS)])
+                plgpu.copy_smem_to_gmem(q_tile, refs.out.at[head, pl.ds(start_row, TILE_ROWS)])
 
             @pl.when(jnp.logical_not(whole))
             def _() -> None:
@@ -279,19 +275,19 @@ def _attend_tiles(
                     @pl.when(first_row + piece < rows)
                     def _(piece: int = piece) -> None:
                         at = pl.multiple_of(start_row + piece, PIECE)
-                        plgpu.copy_smem_to_gmem(q_tile.at[pl.ds(piece, PIECE)], out_ref.at[head, pl.ds(at, PIECE)])
+                        plgpu.copy_smem_to_gmem(q_tile.at[pl.ds(piece, PIECE)], refs.out.at[head, pl.ds(at, PIECE)])
 
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(live & (warpgroup == warpgroups))
         def _load() -> None:
-            first_entry = layer_ref[0] * kv.num_pages
+            first_entry = refs.layer[0] * kv.num_pages
             last_page = lax.div(length - 1, jnp.int32(attention.page_size))
 
             def entry(page: jax.Array) -> jax.Array:
-                return first_entry + table_ref[row, jnp.minimum(page, last_page)]
+                return first_entry + refs.table[row, jnp.minimum(page, last_page)]
 
-            rings = (keys_ref, k_ring), (values_ref, v_ring)
+            rings = (refs.keys, refs.k_ring), (refs.values, refs.v_ring)
             if attention.converts:
                 convert_rings(attention, rings, head, entry, low, high, (first_seen, length))
             else:
@@ -321,7 +317,7 @@ def _attend_tiles(
     )
     layers = jnp.full((1,), layer, jnp.int32)
     return kernel(
-        *(tiles.row, tiles.start, tiles.rows, tiles.position, kv_lens, layers, page_table),
+        *(tiles.row, tiles.start, tiles.rows, tiles.position, of_rows.kv_lens, layers, of_rows.page_table),
         *(q, kv.keys, kv.values, scales_of(kv, layer)),
     )
 

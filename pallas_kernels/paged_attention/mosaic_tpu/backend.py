@@ -16,6 +16,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.dispatch import Backend
+from pallas_kernels.paged_attention.arguments import AttentionOptions, Rows
 from pallas_kernels.paged_attention.layout import PagedKV, as_pool_rows
 from pallas_kernels.paged_attention.mosaic_tpu.kernel import attention_kernel
 from pallas_kernels.paged_attention.mosaic_tpu.memory import (
@@ -48,9 +50,7 @@ _TABLE_PAGES = 2**15
 
 
 def refusal(problem: Problem, target: KernelTarget) -> str | None:
-    """Return what isn't supported (device, dtype, head size, ratio of heads or page size), or None."""
-    if target.platform not in ("tpu", "cpu"):
-        return f"mosaic_tpu compiles for TPUs, not for {target.platform}"
+    """Return what isn't supported (dtype, head size, ratio of heads or page size), or None."""
     if problem.dtype.name not in DTYPES:
         return f"mosaic_tpu computes in {' and '.join(DTYPES)}, not in {problem.dtype.name}"
     if problem.kv_dtype.name not in DTYPES and not is_float8(problem.kv_dtype):
@@ -78,26 +78,15 @@ def paged_attention(
     v: Float[Array, "tokens kv_heads head_dim"] | None,
     kv: PagedKV,
     layer: int | Int[Array, ""],
-    page_table: Int[Array, "rows max_pages"],
-    query_starts: Int[Array, " rows_plus_1"],
-    kv_lens: Int[Array, " rows"],
-    num_decodes: Int[Array, ""],
-    num_seqs: Int[Array, ""],
-    *,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-    sinks: Float[Array, " heads"] | None,
-    decode_only: bool,
-    max_queries: int | None,
-    target: KernelTarget,
-    interpret: bool,
+    rows: Rows,
+    options: AttentionOptions,
+    backend: Backend,
 ) -> tuple[Float[Array, "tokens heads head_dim"], PagedKV]:
     """Compute `api.paged_attention`. Raises ValueError for a pool or page table that a TPU's memory can't hold."""
     tokens, heads, head_dim = q.shape
     kv_heads, lanes = kv.num_kv_heads, kv.keys.shape[3]
     group = heads // kv_heads
-    _check_memory(kv, page_table.shape[1])
+    _check_memory(kv, rows.page_table.shape[1])
     problem = Problem(heads, kv_heads, head_dim, kv.page_size, q.dtype, kv.keys.dtype)
     unit = min(kv.page_size, 32 // kv.keys.dtype.itemsize)
     attention = TpuAttention(
@@ -109,41 +98,43 @@ def paged_attention(
         dtype=q.dtype,
         kv_dtype=kv.keys.dtype,
         joined=kv.joined,
-        scale=scale,
-        window=window,
-        soft_cap=soft_cap,
+        scale=options.scale,
+        window=options.window,
+        soft_cap=options.soft_cap,
         writes=k is not None,
     )
-    decode = block_sizes(attention, problem, target, queries=1)
+    decode = block_sizes(attention, problem, backend.target, queries=1)
     prefill = (
         None
-        if decode_only
-        else block_sizes(attention, problem, target, queries=_tile_queries(tokens, max_queries, attention))
+        if rows.decode_only
+        else block_sizes(attention, problem, backend.target, queries=_tile_queries(tokens, rows.max_queries, attention))
     )
 
     padding = 0 if prefill is None else prefill.queries
-    rows: tuple[Array, ...] = ()
+    written: tuple[Array, ...] = ()
     if k is not None and v is not None:
-        rows = as_pool_rows(as_pool_dtype(k, kv, layer, 0), as_pool_dtype(v, kv, layer, 1), kv)
-    new = tuple(_padded(x, padding, lanes)[:, :, None].astype(new_dtype(attention.kv_dtype)) for x in rows)
+        written = as_pool_rows(as_pool_dtype(k, kv, layer, 0), as_pool_dtype(v, kv, layer, 1), kv)
+    new = tuple(_padded(x, padding, lanes)[:, :, None].astype(new_dtype(attention.kv_dtype)) for x in written)
     queries = _padded(q, padding, lanes).reshape(-1, kv_heads, group, lanes)
-    tiles, tile_rows, tile_numbers = _tiles(query_starts, kv_lens, num_decodes, num_seqs, tokens, attention, prefill)
-    counts = jnp.stack([jnp.asarray(x, jnp.int32) for x in (num_decodes, tiles, layer * kv.num_pages)])
+    tiles, tile_rows, tile_numbers = _tiles(rows, tokens, attention, prefill)
+    counts = jnp.stack([jnp.asarray(x, jnp.int32) for x in (rows.num_decodes, tiles, layer * kv.num_pages)])
+    sinks = options.sinks
+    if sinks is not None:
+        sinks = jnp.broadcast_to(sinks.reshape(kv_heads, group, 1), (kv_heads, group, LANES))
     operands = KernelOperands(
         counts,
-        query_starts,
-        kv_lens,
+        rows.query_starts,
+        rows.kv_lens,
         tile_rows,
         tile_numbers,
         None if kv.scales is None else jnp.broadcast_to(kv.scales[:, layer, :, None, None], (2, kv_heads, 1, lanes)),
-        None if sinks is None else jnp.broadcast_to(sinks.reshape(kv_heads, group, 1), (kv_heads, group, LANES)),
-        page_table[:, None],
+        sinks,
+        rows.page_table[:, None],
         queries,
         new,
     )
-    out, *pools = _call(
-        operands, kv.pools, attention, decode, prefill, vmem_limit=_vmem_capacity(target) * 3 // 4, interpret=interpret
-    )
+    limit = _vmem_capacity(backend.target) * 3 // 4
+    out, *pools = _call(operands, kv.pools, attention, decode, prefill, vmem_limit=limit, interpret=backend.interpret)
     start = lanes // 2 if kv.joined else 0
     return out[:tokens, :, :, start : start + head_dim].reshape(q.shape), kv.with_pools(pools)
 
@@ -255,10 +246,7 @@ def _tile_queries(tokens: int, max_queries: int | None, attention: TpuAttention)
 
 
 def _tiles(
-    query_starts: Int[Array, " rows_plus_1"],
-    kv_lens: Int[Array, " rows"],
-    num_decodes: Int[Array, ""],
-    num_seqs: Int[Array, ""],
+    rows: Rows,
     tokens: int,
     attention: TpuAttention,
     prefill: LoopSizes | None,
@@ -269,17 +257,17 @@ def _tiles(
     """
     if prefill is None:
         return 0, jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.int32)
-    rows = kv_lens.shape[0]
-    row = jnp.arange(rows, dtype=jnp.int32)
-    new = query_starts[1:] - query_starts[:-1]
-    start = kv_lens - new
-    live = (row >= num_decodes) & (row < num_seqs) & (new > 0)
+    num_rows = rows.kv_lens.shape[0]
+    row = jnp.arange(num_rows, dtype=jnp.int32)
+    new = rows.query_starts[1:] - rows.query_starts[:-1]
+    start = rows.kv_lens - new
+    live = (row >= rows.num_decodes) & (row < rows.num_seqs) & (new > 0)
     tiles = jnp.where(live, (start % attention.unit + new + prefill.queries - 1) // prefill.queries, 0)
     ends = jnp.cumsum(tiles).astype(jnp.int32)
     # A row has one tile more than its tokens fill, and one more if it begins within a unit.
-    number = jnp.arange(tokens // prefill.queries + 2 * min(rows, tokens), dtype=jnp.int32)
+    number = jnp.arange(tokens // prefill.queries + 2 * min(num_rows, tokens), dtype=jnp.int32)
     of = jnp.searchsorted(ends, number, side="right", method="compare_all").astype(jnp.int32)
-    of = jnp.minimum(of, rows - 1)
+    of = jnp.minimum(of, num_rows - 1)
     return ends[-1], of, number - (ends - tiles)[of]
 
 

@@ -7,13 +7,13 @@ decides what they support and with which block sizes they run; the kernels are i
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.dispatch import Backend
+from pallas_kernels.paged_attention.arguments import AttentionOptions, Preparation, Rows
 from pallas_kernels.paged_attention.layout import KVLayout, PagedKV
 from pallas_kernels.paged_attention.problem import Problem, is_float8
 from pallas_kernels.paged_attention.triton.decode import MIN_ROWS, DecodeBlocks, decode
@@ -22,7 +22,6 @@ from pallas_kernels.paged_attention.triton.qkv import write_qkv
 from pallas_kernels.paged_attention.triton.tiles import PoolRefs, TritonAttention, flat
 from pallas_kernels.paged_attention.triton.write import write
 from pallas_kernels.paged_attention.tuning import tuned_blocks
-from pallas_kernels.paged_attention.write import queries_as_rows, token_slots
 from pallas_kernels.target import KernelTarget
 
 MAX_GROUP = 16
@@ -47,29 +46,12 @@ _MAX_SPLITS = 64
 _PARTIAL_BYTES = 32 * 2**20
 
 
-class _Rows(NamedTuple):
-    """Which tokens each row has."""
-
-    page_table: Int[Array, "rows max_pages"]
-    query_starts: Int[Array, " rows_plus_1"]
-    kv_lens: Int[Array, " rows"]
-    num_decodes: Int[Array, ""]
-    num_seqs: Int[Array, ""]
-
-
 def refusal(problem: Problem, target: KernelTarget) -> str | None:
-    """Return what isn't supported (device, dtype, head size, ratio of heads or page size), or None."""
-    if target.platform not in ("cuda", "gpu", "cpu"):
-        return f"triton compiles for NVIDIA GPUs, not for {target.platform}"
-    capability = target.capability
-    if target.platform != "cpu" and (capability is None or capability < (8, 0)):
-        return (
-            f"triton needs an NVIDIA GPU of compute capability 8.0 (Ampere) or newer, not {target.kind or 'this one'}"
-        )
+    """Return what isn't supported (dtype, head size, ratio of heads or page size), or None."""
     if problem.dtype.name not in DTYPES:
         return f"triton computes in {', '.join(DTYPES)}, not in {problem.dtype.name}"
     if problem.kv_dtype == jnp.float8_e4m3fn:
-        if capability is not None and capability < _CONVERTS_FP8:
+        if target.capability is not None and target.capability < _CONVERTS_FP8:
             return (
                 f"a KV cache of float8_e4m3fn needs compute capability 8.9 (Ada) or newer, not {target.kind}, which "
                 "takes float8_e5m2"
@@ -91,74 +73,49 @@ def paged_attention(
     v: Float[Array, "tokens kv_heads head_dim"] | None,
     kv: PagedKV,
     layer: int | Int[Array, ""],
-    page_table: Int[Array, "rows max_pages"],
-    query_starts: Int[Array, " rows_plus_1"],
-    kv_lens: Int[Array, " rows"],
-    num_decodes: Int[Array, ""],
-    num_seqs: Int[Array, ""],
-    *,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-    sinks: Float[Array, " heads"] | None,
-    decode_only: bool,
-    max_queries: int | None,
-    target: KernelTarget,
-    interpret: bool,
+    rows: Rows,
+    options: AttentionOptions,
+    backend: Backend,
 ) -> tuple[Float[Array, "tokens heads head_dim"], PagedKV]:
     """Compute `api.paged_attention`."""
-    attention = _facts(kv, q.shape[1], scale=scale, window=window, soft_cap=soft_cap)
     if k is None or v is None:
-        arrivals = jnp.zeros((len(q), attention.kv_heads), jnp.int32)
+        arrivals = jnp.zeros((len(q), kv.num_kv_heads), jnp.int32)
     else:
-        slots = token_slots(len(q), kv.page_size, page_table, query_starts, kv_lens, num_seqs)
-        kv, arrivals = write(k, v, kv, jnp.full((1,), layer, jnp.int32), slots, attention, interpret=interpret)
-    rows = _Rows(page_table, query_starts, kv_lens, num_decodes, num_seqs)
-    options: dict[str, Any] = {"decode_only": decode_only, "max_queries": max_queries}
-    return _attend(q, arrivals, kv, layer, rows, sinks, attention, **options, target=target, interpret=interpret)
+        attention = _facts(kv, q.shape[1], options, backend)
+        slots = rows.slots(len(q), kv.page_size)
+        kv, arrivals = write(k, v, kv, jnp.full((1,), layer, jnp.int32), slots, attention)
+    return _attend(q, arrivals, kv, layer, rows, options, backend)
 
 
 def qkv_attention(
     qkv: Float[Array, "tokens width"],
-    bias: Float[Array, " width"] | None,
-    norms: tuple[Float[Array, " head_dim"], Float[Array, " head_dim"]] | None,
-    rotation: tuple[Float[Array, "tokens half"], Float[Array, "tokens half"]] | None,
+    preparation: Preparation,
     kv: PagedKV,
     layer: int | Int[Array, ""],
-    page_table: Int[Array, "rows max_pages"],
-    query_starts: Int[Array, " rows_plus_1"],
-    kv_lens: Int[Array, " rows"],
-    num_decodes: Int[Array, ""],
-    num_seqs: Int[Array, ""],
-    *,
-    eps: float,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-    sinks: Float[Array, " heads"] | None,
-    query_scale: Float[Array, " tokens"] | None,
-    norm_values: bool,
-    keys_as_values: bool,
-    decode_only: bool,
-    max_queries: int | None,
-    target: KernelTarget,
-    interpret: bool,
+    rows: Rows,
+    options: AttentionOptions,
+    backend: Backend,
 ) -> tuple[Float[Array, "tokens heads head_dim"], PagedKV]:
     """Compute `api.qkv_attention`."""
-    slots = token_slots(len(qkv), kv.page_size, page_table, query_starts, kv_lens, num_seqs)
-    forms: dict[str, bool] = {"norm_values": norm_values, "keys_as_values": keys_as_values, "interpret": interpret}
-    q, kv, arrivals = write_qkv(qkv, bias, norms, rotation, query_scale, kv, layer, slots, eps=eps, **forms)
-    attention = _facts(kv, q.shape[1], scale=scale, window=window, soft_cap=soft_cap)
-    rows = _Rows(page_table, query_starts, kv_lens, num_decodes, num_seqs)
-    options: dict[str, Any] = {"decode_only": decode_only, "max_queries": max_queries}
-    return _attend(q, arrivals, kv, layer, rows, sinks, attention, **options, target=target, interpret=interpret)
+    slots = rows.slots(len(qkv), kv.page_size)
+    q, kv, arrivals = write_qkv(qkv, preparation, kv, layer, slots, interpret=backend.interpret)
+    return _attend(q, arrivals, kv, layer, rows, options, backend)
 
 
-def _facts(kv: PagedKV, heads: int, *, scale: float, window: int | None, soft_cap: float | None) -> TritonAttention:
+def _facts(kv: PagedKV, heads: int, options: AttentionOptions, backend: Backend) -> TritonAttention:
     _check_addressable(kv)
     kv_heads, entries, page_size, head_dim = kv.keys.shape
     return TritonAttention(
-        kv_heads, heads // kv_heads, head_dim, page_size, kv.num_pages, entries, scale, window, soft_cap
+        kv_heads,
+        heads // kv_heads,
+        head_dim,
+        page_size,
+        kv.num_pages,
+        entries,
+        options.scale,
+        options.window,
+        options.soft_cap,
+        backend.interpret,
     )
 
 
@@ -167,29 +124,22 @@ def _attend(
     arrivals: Int[Array, "tokens kv_heads"],
     kv: PagedKV,
     layer: int | Int[Array, ""],
-    rows: _Rows,
-    sinks: Float[Array, " heads"] | None,
-    attention: TritonAttention,
-    *,
-    decode_only: bool,
-    max_queries: int | None,
-    target: KernelTarget,
-    interpret: bool,
+    rows: Rows,
+    options: AttentionOptions,
+    backend: Backend,
 ) -> tuple[Float[Array, "tokens heads head_dim"], PagedKV]:
     """Attend to tokens that are all in the pool."""
     tokens, heads, head_dim = q.shape
-    pool_rows, lens, decodes = None, rows.kv_lens, rows.num_decodes
-    if max_queries is not None:
-        pool_rows, lens, decodes = queries_as_rows(tokens, rows.query_starts, rows.kv_lens, rows.num_seqs)
+    attention, decodes = _facts(kv, heads, options, backend), rows.decodes(tokens)
     problem = Problem(heads, attention.kv_heads, head_dim, kv.page_size, q.dtype, kv.keys.dtype)
     layers = jnp.full((1,), layer, jnp.int32)
     pool = PoolRefs(flat(kv.keys), flat(kv.values), kv.scales, layers, rows.page_table)
-    blocks = decode_blocks_for(problem, target, rows=min(tokens, len(lens)), queries=max_queries or 1)
-    out = decode(q, pool, arrivals, lens, decodes, pool_rows, sinks, attention, blocks, interpret=interpret)
-    if not decode_only and max_queries is None:
-        where = rows.query_starts, rows.kv_lens, rows.num_decodes, rows.num_seqs
-        tiles = prefill_blocks_for(problem, target)
-        out = prefill(q, out, pool, *where, sinks, attention, tiles, interpret=interpret)
+    count = min(tokens, len(decodes.kv_lens))
+    blocks = decode_blocks_for(problem, backend.target, rows=count, queries=rows.max_queries or 1)
+    out = decode(q, arrivals, pool, decodes, options.sinks, attention, blocks)
+    if rows.has_chunks:
+        tiles = prefill_blocks_for(problem, backend.target)
+        out = prefill(q, out, pool, rows, options.sinks, attention, tiles)
     return out, kv
 
 

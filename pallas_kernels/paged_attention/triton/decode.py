@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.paged_attention.arguments import DecodeRows
 from pallas_kernels.paged_attention.triton.tiles import (
     LOG2E,
     MASKED,
@@ -67,6 +68,7 @@ class _Packs(NamedTuple):
 
 
 class _DecodeInputs(NamedTuple):
+    work: WorkList
     kv_lens: Ref
     packs: _Packs | None
     q: Ref
@@ -82,51 +84,48 @@ class _SplitOutputs(NamedTuple):
 
 def decode(
     q: Float[Array, "tokens heads head_dim"],
-    pool: PoolRefs,
     arrivals: Int[Array, "tokens kv_heads"],
-    kv_lens: Array,
-    num_decodes: Array,
-    table_rows: Int[Array, " tokens"] | None,
+    pool: PoolRefs,
+    rows: DecodeRows,
     sinks: Array | None,
     attention: TritonAttention,
     blocks: DecodeBlocks,
-    *,
-    interpret: bool,
 ) -> Float[Array, "tokens heads head_dim"]:
-    """Return the output of tokens `[0, num_decodes)`; the output of other tokens is not written.
+    """Return the output of the first `num_decodes` rows; the output of other tokens is not written.
 
-    `arrivals`, which counts finished splits, is zero and overwritten. With `table_rows`, row r of the page table is not
-    that of token r, and tokens of the same row follow one another.
+    `arrivals`, which counts finished splits, is zero and overwritten.
     """
     tokens, heads, head_dim = q.shape
-    rows = min(tokens, kv_lens.shape[0])
-    lengths = kv_lens[:rows]
+    kv_lens, num_decodes, table_rows = rows
+    most = min(tokens, kv_lens.shape[0])
+    lengths = kv_lens[:most]
     first, end, each = _tiles(lengths, attention, blocks)
-    splits = jnp.where(jnp.arange(rows, dtype=jnp.int32) < num_decodes, pl.cdiv(end - first, each), 0)
+    splits = jnp.where(jnp.arange(most, dtype=jnp.int32) < num_decodes, pl.cdiv(end - first, each), 0)
     packs = None
     if table_rows is not None:
         counts = _pack_counts([table_rows, first, each], num_decodes, blocks.queries)
         packs = _Packs(table_rows, counts)
-        last = jnp.maximum(jnp.arange(rows, dtype=jnp.int32) + counts - 1, 0)
+        last = jnp.maximum(jnp.arange(most, dtype=jnp.int32) + counts - 1, 0)
         splits = jnp.where(counts > 0, splits[last], 0)
-    work = work_list(splits, lengths, rows * blocks.most_splits)
-    programs = num_programs(work, attention.kv_heads, blocks.programs, interpret=interpret)
+    work = work_list(splits, lengths, most * blocks.most_splits)
+    programs = num_programs(work, attention.kv_heads, blocks.programs, interpret=attention.interpret)
+    blocks = blocks._replace(programs=programs)
     out, *_ = pl.pallas_call(
-        functools.partial(_decode, attention=attention, blocks=blocks, programs=programs, interpret=interpret),
+        functools.partial(_decode, attention=attention, blocks=blocks),
         grid=(programs,),
         out_shape=(
             jax.ShapeDtypeStruct(q.shape, q.dtype),
             jax.ShapeDtypeStruct(arrivals.shape, arrivals.dtype),
             _SplitOutputs(
-                jax.ShapeDtypeStruct((rows, heads, blocks.most_splits, head_dim), jnp.float32),
-                jax.ShapeDtypeStruct((rows, heads, blocks.most_splits), jnp.float32),
+                jax.ShapeDtypeStruct((most, heads, blocks.most_splits, head_dim), jnp.float32),
+                jax.ShapeDtypeStruct((most, heads, blocks.most_splits), jnp.float32),
             ),
         ),
         input_output_aliases={0: 1},
         compiler_params=plgpu.CompilerParams(num_warps=blocks.num_warps, num_stages=blocks.num_stages),
-        interpret=interpret,
+        interpret=attention.interpret,
         name="paged_attention_decode",
-    )(arrivals, work, _DecodeInputs(kv_lens, packs, q, sinks), pool)
+    )(arrivals, _DecodeInputs(work, kv_lens, packs, q, sinks), pool)
     return out
 
 
@@ -155,7 +154,6 @@ def _tiles(length: Array, attention: TritonAttention, blocks: DecodeBlocks) -> t
 
 def _decode(
     _: Ref,
-    work: WorkList,
     rows: _DecodeInputs,
     pool: PoolRefs,
     out: Ref,
@@ -164,8 +162,6 @@ def _decode(
     *,
     attention: TritonAttention,
     blocks: DecodeBlocks,
-    programs: int,
-    interpret: bool,
 ) -> None:
     """Compute splits. A row's only split writes the final output, else the last one to be done combines them."""
 
@@ -197,14 +193,14 @@ def _decode(
             store_rows(partial.out, (token, head, split), done, live, attention)
             plgpu.store(partial.lse.at[token, head, split], state.peak + jnp.log2(state.total), mask=live)
             # All threads have stored before one of them says so, by an atomic that releases and acquires.
-            if not interpret:
+            if not attention.interpret:
                 plgpu.debug_barrier()
 
             @pl.when(plgpu.atomic_add(arrivals, (row, kv_head), jnp.int32(1)) == used - 1)
             def combine() -> None:
                 finish(_combined(partial, queries, used, attention), 1.0)
 
-    for_each_item(work, attention.kv_heads, programs, compute)
+    for_each_item(rows.work, attention.kv_heads, blocks.programs, compute)
 
 
 class _Queries(NamedTuple):

@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float
 
+from pallas_kernels.paged_attention.arguments import Rows
 from pallas_kernels.paged_attention.triton.tiles import (
     LOG2E,
     PoolRefs,
@@ -57,33 +58,28 @@ def prefill(
     q: Float[Array, "tokens heads head_dim"],
     out: Float[Array, "tokens heads head_dim"],
     pool: PoolRefs,
-    query_starts: Array,
-    kv_lens: Array,
-    num_decodes: Array,
-    num_seqs: Array,
+    rows: Rows,
     sinks: Array | None,
     attention: TritonAttention,
     blocks: PrefillBlocks,
-    *,
-    interpret: bool,
 ) -> Float[Array, "tokens heads head_dim"]:
     """Return `out` with the output of rows `[num_decodes, num_seqs)` written into it."""
     tile = blocks.block_q // attention.group
-    rows = kv_lens.shape[0]
-    row = jnp.arange(rows, dtype=jnp.int32)
-    live = (row >= num_decodes) & (row < num_seqs)
-    tiles = jnp.where(live, pl.cdiv(query_starts[1:] - query_starts[:-1], tile), 0)
-    work = work_list(tiles, kv_lens, q.shape[0] // tile + min(rows, q.shape[0]))
-    programs = num_programs(work, attention.kv_heads, blocks.programs, interpret=interpret)
+    num_rows = rows.kv_lens.shape[0]
+    row = jnp.arange(num_rows, dtype=jnp.int32)
+    live = (row >= rows.num_decodes) & (row < rows.num_seqs)
+    tiles = jnp.where(live, pl.cdiv(rows.query_starts[1:] - rows.query_starts[:-1], tile), 0)
+    work = work_list(tiles, rows.kv_lens, q.shape[0] // tile + min(num_rows, q.shape[0]))
+    programs = num_programs(work, attention.kv_heads, blocks.programs, interpret=attention.interpret)
     return pl.pallas_call(
         functools.partial(_prefill, attention=attention, blocks=blocks, programs=programs),
         grid=(programs,),
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         input_output_aliases={0: 0},
         compiler_params=plgpu.CompilerParams(num_warps=blocks.num_warps, num_stages=blocks.num_stages),
-        interpret=interpret,
+        interpret=attention.interpret,
         name="paged_attention_prefill",
-    )(out, work, _PrefillInputs(query_starts, kv_lens, q, sinks), pool)
+    )(out, work, _PrefillInputs(rows.query_starts, rows.kv_lens, q, sinks), pool)
 
 
 def _prefill(

@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.paged_attention.arguments import Preparation
 from pallas_kernels.paged_attention.layout import PagedKV
 from pallas_kernels.paged_attention.triton.tiles import Ref, flat
 from pallas_kernels.paged_attention.triton.write import to_pool
@@ -65,38 +66,33 @@ class _NewTokens(NamedTuple):
 
 def write_qkv(
     qkv: Float[Array, "tokens width"],
-    bias: Float[Array, " width"] | None,
-    norms: tuple[Float[Array, " head_dim"], Float[Array, " head_dim"]] | None,
-    rotation: tuple[Float[Array, "tokens half"], Float[Array, "tokens half"]] | None,
-    query_scale: Float[Array, " tokens"] | None,
+    preparation: Preparation,
     kv: PagedKV,
     layer: int | Int[Array, ""],
     slots: Int[Array, " tokens"],
     *,
-    eps: float,
-    norm_values: bool = False,
-    keys_as_values: bool = False,
     interpret: bool,
 ) -> tuple[Float[Array, "tokens heads head_dim"], PagedKV, Int[Array, "tokens kv_heads"]]:
     """Return the queries, the pool with each token in its slot of the layer, and zeros, as `write` does.
 
-    The arguments are those of `api.qkv_attention`. Tokens of negative slots are neither read nor written.
+    Tokens of negative slots are neither read nor written.
     """
     tokens, width = qkv.shape
     kv_heads, entries, page_size, head_dim = kv.keys.shape
     members = width // (kv_heads * head_dim)
     facts = _Facts(
-        group=members - (1 if keys_as_values else 2),
+        group=members - (1 if preparation.keys_as_values else 2),
         members=members,
         head_dim=head_dim,
         layer_tokens=kv.num_pages * page_size,
         pool_tokens=entries * page_size,
         tokens=_tokens_a_program(pl.next_power_of_2(2 * head_dim)),
-        eps=eps,
-        norm_values=norm_values,
+        eps=preparation.eps,
+        norm_values=preparation.norm_values,
     )
     warps = facts.tokens * pl.next_power_of_2(facts.half) // _LANES_A_WARP
-    new = _NewTokens(qkv, bias, norms, rotation, query_scale, slots, kv.scales, jnp.full((1,), layer, jnp.int32))
+    parts = preparation.bias, preparation.norms, preparation.rotation, preparation.query_scale
+    new = _NewTokens(qkv, *parts, slots, kv.scales, jnp.full((1,), layer, jnp.int32))
     pools = flat(kv.keys), flat(kv.values)
     q, keys, values, zeros = pl.pallas_call(
         functools.partial(_write_qkv, facts=facts),

@@ -37,6 +37,7 @@ class TritonAttention:
     scale: float
     window: int | None
     soft_cap: float | None
+    interpret: bool
 
     @property
     def lanes(self) -> int:

@@ -34,8 +34,6 @@ def write(
     layer: Int[Array, " 1"],
     slots: Int[Array, " tokens"],
     attention: TritonAttention,
-    *,
-    interpret: bool,
 ) -> tuple[PagedKV, Int[Array, "tokens kv_heads"]]:
     """Return the pool with each token in its slot of the layer, and zeros, for which decode would need another launch.
 
@@ -51,7 +49,7 @@ def write(
         ),
         input_output_aliases={0: 0, 1: 1},
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
-        interpret=interpret,
+        interpret=attention.interpret,
         name="paged_attention_write",
     )(*pools, _NewTokens(k, v, slots, kv.scales, layer))
     return kv.with_pools([keys.reshape(kv.keys.shape), values.reshape(kv.values.shape)]), zeros

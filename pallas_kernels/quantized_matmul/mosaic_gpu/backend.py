@@ -7,7 +7,6 @@ bits that aren't bfloat16 are split into terms of bfloat16, each a row of its ow
 from __future__ import annotations
 
 import itertools
-import os
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,6 +14,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32, Shaped
 
+from pallas_kernels.dispatch import Backend
 from pallas_kernels.quantized_matmul.layout import QuantizedWeight
 from pallas_kernels.quantized_matmul.mosaic_gpu.kernel import MosaicGpuMatmul
 from pallas_kernels.quantized_matmul.mosaic_gpu.plan import BLOCK, Plan, make_plan, rule_sizes
@@ -25,27 +25,15 @@ from pallas_kernels.quantized_matmul.tuning import tuned_blocks
 from pallas_kernels.target import KernelTarget
 from pallas_kernels.tuning import Kind
 
-HOPPER = (9, 0)
 _CORES = 132
 # The interpreter runs programs one after another: just enough of them that some tiles are divided.
 _INTERPRETED_CORES = 5
-# In the interpreter a waiting warpgroup occupies a thread, which the warpgroup it waits for may need.
-_INTERPRETER_THREADS = 8
 
 _SMALL_GROUPS = (32, 64)
 
 
 def refusal(out_dim: int, in_dim: int, scheme: Scheme, target: KernelTarget) -> str | None:
-    """Return what isn't supported (device, scheme or size), or None."""
-    if target.platform not in ("cuda", "gpu", "cpu"):
-        return f"mosaic_gpu compiles for NVIDIA GPUs, not for {target.platform}"
-    if target.platform != "cpu" and target.capability != HOPPER:
-        return f"mosaic_gpu is written for compute capability 9.0 (Hopper), not for {target.kind or 'this one'}"
-    if target.platform == "cpu" and int(os.environ.get("NPROC") or os.cpu_count() or 1) < _INTERPRETER_THREADS:
-        return (
-            f"mosaic_gpu's interpreter deadlocks with fewer than {_INTERPRETER_THREADS} threads of XLA's: set "
-            f"NPROC={_INTERPRETER_THREADS} in the environment"
-        )
+    """Return what isn't supported (scheme or size), or None."""
     if scheme.activations is not None and (scheme.bits == 4 or scheme.zeros):
         return "mosaic_gpu multiplies quantized inputs by int8 and fp8 without zeros"
     groups = "" if scheme.activations else "32, 64 or "
@@ -67,10 +55,10 @@ def multiply(
     weight: QuantizedWeight,
     *,
     out_dtype: Any,
-    target: KernelTarget,
-    interpret: bool,
+    backend: Backend,
 ) -> Float[Array, "tokens out_dim"]:
-    """See `backends.BackendModule`."""
+    """See `backends.ProductModule`."""
+    target, interpret = backend.target, backend.interpret
     scheme, (tokens, in_dim) = weight.scheme, x.shape
     assert weight.arrangement == arrangement(in_dim, scheme, target), weight.arrangement
     out_dim, group = weight.scale.size // weight.scale.shape[-1], scheme.group or in_dim

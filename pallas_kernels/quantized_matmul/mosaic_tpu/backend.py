@@ -10,6 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Shaped
 
+from pallas_kernels.dispatch import Backend
 from pallas_kernels.quantized_matmul.layout import QuantizedWeight
 from pallas_kernels.quantized_matmul.mosaic_tpu.kernel import LANES, Tiles, product
 from pallas_kernels.quantized_matmul.scheme import Scheme
@@ -31,9 +32,7 @@ _DEFAULT_VMEM_BYTES = 128 * 2**20
 
 
 def refusal(out_dim: int, in_dim: int, scheme: Scheme, target: KernelTarget) -> str | None:
-    """See `backends.BackendModule`."""
-    if target.platform not in ("tpu", "cpu"):
-        return f"mosaic_tpu compiles for TPUs, not for {target.platform}"
+    """See `backends.ProductModule`."""
     if scheme.numbers in ("fp4", "fp8") or scheme.activations is not None:
         return "mosaic_tpu multiplies integers of 4 and 8 bits by inputs that aren't quantized"
     if scheme.group is not None and scheme.group % LANES and scheme.group not in _GROUPS:
@@ -49,17 +48,16 @@ def multiply(
     weight: QuantizedWeight,
     *,
     out_dtype: Any,
-    target: KernelTarget,
-    interpret: bool,
+    backend: Backend,
 ) -> Float[Array, "tokens out_dim"]:
-    """See `backends.BackendModule`."""
+    """See `backends.ProductModule`."""
     tokens, inputs = x.shape
     scheme, packed = weight.scheme, weight.scheme.numbers == "int4"
     numbers = weight.numbers.reshape(-1, weight.numbers.shape[-1])
     # XLA keeps such an array with its long dimension over the lanes.
     scale = weight.scale.reshape(len(numbers), -1).T
     sizes = {"block_rows": min(_ROWS, whole_tiles(_TILE_INPUTS // inputs)), "block_out": _OUT}
-    sizes |= tuned_blocks(target, "mosaic_tpu", tokens, len(numbers), inputs, scheme) or {}
+    sizes |= tuned_blocks(backend.target, "mosaic_tpu", tokens, len(numbers), inputs, scheme) or {}
     terms = TERMS[jnp.dtype(x.dtype)]
     x = bfloat16_terms(x, terms)
     rows = len(x)
@@ -77,8 +75,8 @@ def multiply(
         totals,
         Tiles(block_rows, sizes["block_out"], inputs, scheme.group or inputs, packed),
         out_dtype if terms == 1 else jnp.float32,
-        vmem_limit=vmem_limit(target),
-        interpret=interpret,
+        vmem_limit=vmem_limit(backend.target),
+        interpret=backend.interpret,
     )
     return out[:rows].reshape(terms, tokens, -1).sum(axis=0)
 

@@ -13,6 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Float32, Shaped
 
+from pallas_kernels.dispatch import Backend
 from pallas_kernels.quantized_matmul.layout import FP8, QuantizedWeight
 from pallas_kernels.quantized_matmul.scheme import Scheme
 from pallas_kernels.quantized_matmul.terms import TERMS, bfloat16_terms
@@ -36,25 +37,12 @@ _INPUTS_A_SPLIT = 512
 
 
 def refusal(out_dim: int, in_dim: int, scheme: Scheme, target: KernelTarget) -> str | None:
-    """See `backends.BackendModule`."""
-    if (reason := refused_device(target)) is not None:
-        return reason
+    """See `backends.ProductModule`."""
     if find_words(in_dim, scheme, target) is None:
         least = _LEAST_GROUP[scheme.numbers]
         return f"triton takes groups of {scheme.numbers} in multiples of {least}, not of {scheme.group or in_dim}"
     if out_dim * in_dim >= _ADDRESSABLE:
         return f"triton addresses less than {_ADDRESSABLE} numbers, not {out_dim} x {in_dim}"
-    return None
-
-
-def refused_device(target: KernelTarget) -> str | None:
-    """Return why no kernel runs on this target, or None."""
-    if target.platform not in ("cuda", "gpu", "cpu"):
-        return f"triton compiles for NVIDIA GPUs, not for {target.platform}"
-    if target.platform != "cpu" and (target.capability or (0, 0)) < (8, 0):
-        return (
-            f"triton needs an NVIDIA GPU of compute capability 8.0 (Ampere) or newer, not {target.kind or 'this one'}"
-        )
     return None
 
 
@@ -71,10 +59,10 @@ def multiply(
     weight: QuantizedWeight,
     *,
     out_dtype: Any,
-    target: KernelTarget,
-    interpret: bool,
+    backend: Backend,
 ) -> Float[Array, "tokens out_dim"]:
-    """See `backends.BackendModule`."""
+    """See `backends.ProductModule`."""
+    target = backend.target
     scheme, groups = weight.scheme, weight.scale.shape[-1]
     terms = 1
     if x.dtype == jnp.float32:
@@ -98,7 +86,7 @@ def multiply(
             if weight.zero.dtype != jnp.int16:
                 operands = operands._replace(totals=x.astype(jnp.float32).reshape(rows, groups, -1).sum(axis=2).T)
     rounds = groups > 1 and terms == blocks.splits == 1
-    out = product(operands, words, blocks, out_dtype if rounds else jnp.float32, interpret=interpret)
+    out = product(operands, words, blocks, out_dtype if rounds else jnp.float32, interpret=backend.interpret)
     out = out if groups > 1 else scale_sums(out, x, factors, weight)
     return out.reshape(terms, rows // terms, -1).sum(axis=0)
 
@@ -112,7 +100,7 @@ def find_words(in_dim: int, scheme: Scheme, target: KernelTarget) -> Words | Non
 
 def multiplies_fp8(scheme: Scheme, target: KernelTarget) -> bool:
     """Return whether numbers and quantized inputs are multiplied as they are: tensor cores take fp8 from Ada on."""
-    return scheme.numbers == "fp8" and (target.platform == "cpu" or (target.capability or (0, 0)) >= (8, 9))
+    return scheme.numbers == "fp8" and (target.platform == "cpu" or target.multiplies_fp8)
 
 
 def as_words(numbers: Shaped[Array, "out stored"], words: Words) -> Shaped[Array, "out words"]:

@@ -4,8 +4,7 @@ Each row is handled by programs of its own, which skip work that the row doesn't
 """
 
 from pallas_kernels.sampling.triton.draw import draw_tokens
-from pallas_kernels.sampling.triton.edit import Edits, edit_logits
+from pallas_kernels.sampling.triton.edit import edit_logits
 from pallas_kernels.sampling.triton.logprobs import TopLogits, top_logits
-from pallas_kernels.sampling.triton.parameters import Columns, SlotTable
 
-__all__ = ["Columns", "Edits", "SlotTable", "TopLogits", "draw_tokens", "edit_logits", "top_logits"]
+__all__ = ["TopLogits", "draw_tokens", "edit_logits", "top_logits"]

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from pallas_kernels.sampling.noise import noise_of
-from pallas_kernels.sampling.triton.parameters import Columns, SlotTable
+from pallas_kernels.sampling.parameters import FloatColumn, IntColumn, SlotTable
 from pallas_kernels.sampling.triton.rows import (
     LIST,
     TILE,
@@ -46,7 +46,6 @@ def draw_tokens(
     keys: UInt32[Array, "rows 2"],
     live: Bool[Array, " rows"],
     table: SlotTable,
-    columns: Columns,
     *,
     interpret: bool,
 ) -> Int[Array, " rows"]:
@@ -56,7 +55,7 @@ def draw_tokens(
     """
     rows = logits.shape[0]
     token, _ = pl.pallas_call(
-        functools.partial(_draw, columns=columns, interpret=interpret),
+        functools.partial(_draw, interpret=interpret),
         grid=(rows,),
         out_shape=(jax.ShapeDtypeStruct((rows,), jnp.int32), list_shapes(rows)),
         compiler_params=compiler_params(),
@@ -75,7 +74,6 @@ def _draw(
     token: Ref,
     lists: Lists,
     *,
-    columns: Columns,
     interpret: bool,
 ) -> None:
     row = pl.program_id(0)
@@ -84,9 +82,9 @@ def _draw(
     def draw() -> None:
         rewritten, is_edited = (None, False) if edited is None else (edited[0], edited[1][row] != 0)
         whole = row_source(logits, row, rewritten, is_edited)
-        temperature = columns.read(table, row, "temperature")
-        top_k = columns.read(table, row, "top_k")
-        top_p = jnp.maximum(columns.read(table, row, "top_p"), _TINY)
+        temperature = table.read(row, FloatColumn.TEMPERATURE)
+        top_k = table.read(row, IntColumn.TOP_K)
+        top_p = jnp.maximum(table.read(row, FloatColumn.TOP_P), _TINY)
         is_drawn = temperature > 0
         has_top_k, has_top_p = is_drawn & (top_k > 0) & (top_k < whole.count), is_drawn & (top_p < 1.0)
         scale = jnp.where(is_drawn, jnp.maximum(temperature, _COLDEST), 1.0)
@@ -116,7 +114,7 @@ def _draw(
         by_count = largest_bound(source, count, top_k.astype(jnp.float32), has_top_k)
         [kept] = measure(source._replace(count=jnp.where(has_top_k & has_top_p, source.count, 0)), mass, [by_count])
         by_mass = largest_bound(source, mass, top_p * jnp.where(has_top_k, kept, total), has_top_p)
-        threshold = jnp.maximum(_float(jnp.maximum(by_count, by_mass)), columns.read(table, row, "min_p"))
+        threshold = jnp.maximum(_float(jnp.maximum(by_count, by_mass)), table.read(row, FloatColumn.MIN_P))
         key, other = keys[row, 0], keys[row, 1]
 
         def best(x: jax.Array, ids: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:

@@ -6,7 +6,6 @@ A program handles a part of a row. The counts of tokens are read by slot; nothin
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.sampling.triton.parameters import Columns, SlotTable
+from pallas_kernels.sampling.parameters import COUNT_MASK, Edits, FloatColumn, IntColumn, SlotTable
 from pallas_kernels.sampling.triton.rows import NUM_WARPS, Ref, barrier, compiler_params
 
 # Lanes of a tile, 8 a thread: with more, compilers spill.
@@ -24,31 +23,13 @@ _TILES = 8
 _PART = _TILE * _TILES
 
 
-class Edits(NamedTuple):
-    """What edits logits besides the penalties of `SlotTable`, by slot; `first` is the first id of this shard.
-
-    The bits of `counts` in `count_mask` say how often a token was output; it is not 0 for tokens of the prompt either.
-    `pending`, by row, has tokens that come before the row's position but aren't in `counts` yet: each is one more
-    output, on whichever shard has it. Unused ids are -1, and those of the bias come last.
-    """
-
-    counts: Int[Array, "slots vocab_shard"]
-    stop_ids: Int[Array, "slots stop_ids"]
-    bias_ids: Int[Array, "slots bias"]
-    bias_values: Float[Array, "slots bias"]
-    first: Int[Array, " 1"]
-    pending: Int[Array, "rows most"] | None = None
-
-
 def edit_logits(
     logits: Float[Array, "rows vocab_shard"],
     lengths: Int[Array, " rows"],
     live: Bool[Array, " rows"],
     edits: Edits,
     table: SlotTable,
-    columns: Columns,
     *,
-    count_mask: int,
     interpret: bool,
 ) -> tuple[Float[Array, "rows vocab_shard"], Int[Array, " rows"]]:
     """Return edited logits, and 1 for each row that has any: the others are not written.
@@ -57,7 +38,7 @@ def edit_logits(
     """
     rows, vocab = logits.shape
     return pl.pallas_call(
-        functools.partial(_edit, columns=columns, count_mask=count_mask, interpret=interpret),
+        functools.partial(_edit, interpret=interpret),
         grid=(rows, pl.cdiv(vocab, _PART)),
         out_shape=(jax.ShapeDtypeStruct((rows, vocab), jnp.float32), jax.ShapeDtypeStruct((rows,), jnp.int32)),
         compiler_params=compiler_params(),
@@ -75,17 +56,15 @@ def _edit(
     edited: Ref,
     is_edited: Ref,
     *,
-    columns: Columns,
-    count_mask: int,
     interpret: bool,
 ) -> None:
     row, part = pl.program_id(0), pl.program_id(1)
     vocab, slot = logits.shape[1], table.slots[row]
-    repetition, frequency, presence = (
-        columns.read(table, row, name) for name in ("repetition_penalty", "frequency_penalty", "presence_penalty")
-    )
+    repetition = table.read(row, FloatColumn.REPETITION_PENALTY)
+    frequency = table.read(row, FloatColumn.FREQUENCY_PENALTY)
+    presence = table.read(row, FloatColumn.PRESENCE_PENALTY)
     is_penalized = (repetition != 1.0) | (frequency != 0.0) | (presence != 0.0)
-    is_early = lengths[row] < columns.read(table, row, "min_len")
+    is_early = lengths[row] < table.read(row, IntColumn.MIN_LEN)
     is_biased = edits.bias_ids[slot, 0] >= 0
     wanted = (live[row] != 0) & (is_penalized | is_early | is_biased)
 
@@ -112,7 +91,7 @@ def _edit(
         x = plgpu.load(logits.at[row, ids], mask=inside, other=0.0)
         counts = plgpu.load(edits.counts.at[slot, ids], mask=inside & is_penalized, other=0).astype(jnp.int32)
         more = pending_counts(ids)
-        times = ((counts & count_mask) + more).astype(jnp.float32)
+        times = ((counts & COUNT_MASK) + more).astype(jnp.float32)
         x = jnp.where((counts | more) != 0, jnp.where(x > 0, x / repetition, x * repetition), x)
         x = x - frequency * times - presence * (times > 0).astype(jnp.float32)
         plgpu.store(edited.at[row, ids], x, mask=inside)

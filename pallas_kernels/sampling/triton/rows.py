@@ -111,19 +111,19 @@ def fold(source: Source, step: Callable[..., Any], start: Any) -> Any:
     return lax.fori_loop(0, pl.cdiv(source.count, TILE), body, (source.load(0), start))[1]
 
 
-def find_peaks(source: Source, temperature: Any) -> Peaks:
-    """Return the peaks of a row, and the sum of `exp((logit - peak) / temperature)`, in one pass."""
+def find_peaks(source: Source, scale: Any) -> Peaks:
+    """Return the peaks of a row, and the sum of `exp((logit - peak) / scale)`, in one pass."""
 
     def step(x: jax.Array, _: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         first, second, total = state
-        smaller = jnp.exp(-jnp.abs(x - first) / temperature)
+        smaller = jnp.exp(-jnp.abs(x - first) / scale)
         total = jnp.where(x > first, total * smaller + 1.0, total + smaller)
         return jnp.maximum(first, x), jnp.maximum(second, jnp.minimum(first, x)), total
 
     lowest = jnp.full((TILE,), _LOWEST, jnp.float32)
     first, second, totals = fold(source, step, (lowest, lowest, jnp.zeros((TILE,), jnp.float32)))
     peak = jnp.max(first)
-    return Peaks((first, second), peak, jnp.sum(totals * jnp.exp((first - peak) / temperature)))
+    return Peaks((first, second), peak, jnp.sum(totals * jnp.exp((first - peak) / scale)))
 
 
 def measure(source: Source, value: Callable[[jax.Array], tuple[jax.Array, jax.Array]], bounds: list[Any]) -> list[Any]:

@@ -8,10 +8,9 @@ import jax
 import numpy as np
 import pytest
 
-from pallas_kernels.grouped_matmul import grouped_matmul
-from pallas_kernels.grouped_matmul.backends import backend_module
+from pallas_kernels.dispatch import BackendName
+from pallas_kernels.grouped_matmul import BACKENDS, grouped_matmul
 from pallas_kernels.quantized_matmul import Backend
-from pallas_kernels.quantized_matmul.backends import BackendName
 from pallas_kernels.target import CPU
 from tests.pallas_kernels.grouped_matmul.cases import CASES, Case, make_case
 from tests.selection import grid
@@ -32,7 +31,7 @@ TABLE = grid(itertools.product(REFUSED, CASES), lambda one: one[1].name in QUICK
 @pytest.mark.interpreted
 @pytest.mark.parametrize(("name", "case"), TABLE, ids=str)
 def test_rows_are_those_of_float64_but_for_the_rounding_of_sums(name: BackendName, case: Case) -> None:
-    refusal = backend_module(name).refusal(case.outputs, case.inputs, case.scheme, CPU)
+    refusal = BACKENDS.refusal(name, CPU, (case.outputs, case.inputs, case.scheme))
     assert (refusal is not None) == (case.name in REFUSED[name]), refusal
     if refusal is not None:
         return

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.expert_routing.reference import group_by_expert
-from pallas_kernels.grouped_matmul import grouped_matmul
-from pallas_kernels.grouped_matmul.backends import backend_module
+from pallas_kernels.grouped_matmul import BACKENDS, grouped_matmul
 from pallas_kernels.grouped_matmul.triton.backend import blocks_for, candidates
 from pallas_kernels.grouped_matmul.triton.kernel import Blocks, most_tiles
 from pallas_kernels.grouped_matmul.tuning import Experts
@@ -104,5 +103,5 @@ def test_inputs_of_32_bits_and_zeros_that_are_not_whole(case: products.Case) -> 
 
 
 def test_inputs_that_fill_no_product_are_refused() -> None:
-    refusal = backend_module("triton").refusal(64, 40, None, A100)
+    refusal = BACKENDS.refusal("triton", A100, (64, 40, None))
     assert refusal == "triton takes experts with inputs in multiples of 16, not 40"

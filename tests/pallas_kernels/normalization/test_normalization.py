@@ -12,8 +12,7 @@ import pytest
 
 from pallas_kernels.cpu import call
 from pallas_kernels.cpu.emit import Module
-from pallas_kernels.normalization import layer_norm, log_sum_exp, rms_norm, supports_norm
-from pallas_kernels.normalization.cpu import Norm
+from pallas_kernels.normalization.cpu import Norm, layer_norm, log_sum_exp, rms_norm, supports_norm
 
 RNG = np.random.default_rng(0)
 EPS = 1e-5

@@ -13,6 +13,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.paged_attention import AttentionOptions, Rows
+
 
 @dataclasses.dataclass(frozen=True)
 class Case:
@@ -152,6 +154,19 @@ def make_batch(case: Case, *, max_pages: int | None = None, num_pages: int | Non
         scales=scales,
         rows=rows,
     )
+
+
+def rows_of(case: Case, batch: Batch) -> Rows:
+    """Return the rows of a batch."""
+    counts = np.int32(batch.num_decodes), np.int32(batch.num_seqs)
+    where = batch.page_table, batch.query_starts, batch.kv_lens, *counts
+    return Rows(*where, decode_only=case.decode_only, max_queries=case.max_queries)
+
+
+def options_of(case: Case, batch: Batch) -> AttentionOptions:
+    """Return how the queries of a case attend."""
+    scale = case.head_dim**-0.5 if case.scale is None else case.scale
+    return AttentionOptions(scale, case.window, case.soft_cap, batch.sinks)
 
 
 _DECODE = ((1, 1), (16, 1), (17, 1), (128, 1), (129, 1), (300, 1))

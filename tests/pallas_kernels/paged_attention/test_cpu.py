@@ -14,7 +14,15 @@ import pytest
 
 from pallas_kernels.cpu import cpu_features, tile_registers
 from pallas_kernels.cpu.emit import Module
-from pallas_kernels.paged_attention import Backend, BackendName, PagedKV, kv_layout, paged_attention
+from pallas_kernels.paged_attention import (
+    AttentionOptions,
+    Backend,
+    BackendName,
+    PagedKV,
+    Rows,
+    kv_layout,
+    paged_attention,
+)
 from pallas_kernels.paged_attention.cpu import backend as cpu
 from pallas_kernels.paged_attention.cpu import blocks
 from pallas_kernels.paged_attention.cpu.blocks import CHUNK
@@ -171,23 +179,24 @@ def test_queries_and_pool_of_two_types(dtype: str, kv_dtype: str) -> None:
 @pytest.mark.parametrize("decode_only", [False, True])
 def test_a_step_copies_no_pool(decode_only: bool) -> None:
     """Cover a pool with an axis of ranks, as the engine's is."""
-    rows, layers = 4, 3
+    count, layers = 4, 3
     layout = kv_layout(
         num_layers=layers, num_pages=1000, page_size=16, num_kv_heads=2, head_dim=64, dtype=np.dtype(jnp.bfloat16)
     )
 
     def step(kv: PagedKV, q: jax.Array, *where: jax.Array) -> tuple[jax.Array, PagedKV]:
-        attend = functools.partial(paged_attention, scale=0.1, decode_only=decode_only, backend=Backend("cpu"))
+        attend = functools.partial(paged_attention, options=AttentionOptions(0.1), backend=Backend("cpu"))
+        rows = Rows(*where, decode_only=decode_only)
         kv = kv.with_pools([pool[0] for pool in kv.pools])
         for layer in range(layers):
-            q, kv = attend(q, q[:, :2], q[:, 2:4], kv, layer, *where)
-            q, kv = attend(q, None, None, kv, layer, *where)
+            q, kv = attend(q, q[:, :2], q[:, 2:4], kv, layer, rows)
+            q, kv = attend(q, None, None, kv, layer, rows)
         return q, kv.with_pools([pool[None] for pool in kv.pools])
 
     pool = jax.ShapeDtypeStruct((1, *layout.shape), layout.dtype)
-    shapes = ((rows, 10), (rows + 1,), (rows,), (), ())
+    shapes = ((count, 10), (count + 1,), (count,), (), ())
     where = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
-    q = jax.ShapeDtypeStruct((rows, 4, 64), jnp.bfloat16)
+    q = jax.ShapeDtypeStruct((count, 4, 64), jnp.bfloat16)
     compiled = jax.jit(step, donate_argnums=0).lower(layout.paged_kv(pool, pool), q, *where).compile()
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes == layout.nbytes

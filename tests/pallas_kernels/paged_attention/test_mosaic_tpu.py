@@ -17,7 +17,16 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.paged_attention import Backend, KernelTarget, PagedKV, Problem, choose_backend, paged_attention
+from pallas_kernels.paged_attention import (
+    AttentionOptions,
+    Backend,
+    KernelTarget,
+    PagedKV,
+    Problem,
+    Rows,
+    choose_backend,
+    paged_attention,
+)
 from tests.pallas_kernels.paged_attention import test_paged_attention as suite
 from tests.pallas_kernels.paged_attention.cases import Case, make_batch
 from tests.selection import grid
@@ -100,12 +109,12 @@ def test_memory_that_a_tpu_cannot_hold_is_an_error(lanes: int, max_pages: int, m
     kv = PagedKV(pool, pool, 1, page_major=True)
     i32 = functools.partial(jax.ShapeDtypeStruct, dtype=np.int32)
     q, new = (jax.ShapeDtypeStruct((4, heads, 64), np.float32) for heads in (4, 2))
-    backend = Backend("mosaic_tpu", target=SMALL)
+    backend = Backend("mosaic_tpu", SMALL)
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(
-            functools.partial(paged_attention, scale=1.0, backend=backend),
-            q, new, new, kv, 0, i32((4, max_pages)), i32((5,)), i32((4,)), i32(()), i32(()),
-        )  # fmt: skip
+            functools.partial(paged_attention, options=AttentionOptions(1.0), backend=backend),
+            *(q, new, new, kv, 0, Rows(i32((4, max_pages)), i32((5,)), i32((4,)), i32(()), i32(()))),
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from typing import Any, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,47 +15,40 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.paged_attention import (
+    BACKENDS,
     Backend,
     BackendName,
     PagedKV,
     Problem,
     kv_layout,
+    kv_platform,
     paged_attention,
     target_of,
 )
-from pallas_kernels.paged_attention.backends import backend_module
 from pallas_kernels.paged_attention.layout import as_pool_rows
 from tests.pallas_kernels.paged_attention import naive
-from tests.pallas_kernels.paged_attention.cases import CASES, CORNERS, CORNERS_OF_INTERPRETED, Batch, Case, make_batch
+from tests.pallas_kernels.paged_attention.cases import (
+    CASES,
+    CORNERS,
+    CORNERS_OF_INTERPRETED,
+    Batch,
+    Case,
+    make_batch,
+    options_of,
+    rows_of,
+)
 from tests.selection import examples, grid, is_interpreted
-
-BACKENDS = get_args(BackendName)
-
 
 # Numpy warns in Mosaic GPU's interpreter about rows of a tile that are never used.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")
 
 
 @functools.cache
-def _compiled(
-    backend: BackendName,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-    decode_only: bool,
-    max_queries: int | None,
-) -> Any:
-    options = {
-        "scale": scale,
-        "window": window,
-        "soft_cap": soft_cap,
-        "decode_only": decode_only,
-        "max_queries": max_queries,
-        "backend": Backend(backend, target=target_of(jax.devices()[0])),
-    }
+def _compiled(backend: BackendName) -> Any:
+    chosen = Backend(backend, target_of(jax.devices()[0]))
     # Compiling takes most of the time of these tests, and half of that is optimizing.
     fast = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else {}
-    return jax.jit(functools.partial(paged_attention, **options), compiler_options=fast)
+    return jax.jit(functools.partial(paged_attention, backend=chosen), compiler_options=fast)
 
 
 def _pool(case: Case, batch: Batch, platform: str) -> PagedKV:
@@ -80,19 +73,14 @@ def _pool(case: Case, batch: Batch, platform: str) -> PagedKV:
 def _run(
     case: Case, batch: Batch, backend: BackendName, platform: str = ""
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    scale = case.head_dim**-0.5 if case.scale is None else case.scale
-    out, kv = _compiled(backend, scale, case.window, case.soft_cap, case.decode_only, case.max_queries)(
+    out, kv = _compiled(backend)(
         batch.q,
         batch.k,
         batch.v,
-        _pool(case, batch, platform or Backend(backend).kv_platform),
+        _pool(case, batch, platform or kv_platform(Backend(backend))),
         np.int32(case.layer),
-        batch.page_table,
-        batch.query_starts,
-        batch.kv_lens,
-        np.int32(batch.num_decodes),
-        np.int32(batch.num_seqs),
-        sinks=batch.sinks,
+        rows_of(case, batch),
+        options_of(case, batch),
     )
     entries = np.arange(kv.num_entries)
     keys, values = (np.asarray(kv.gather(which, entries, case.head_dim)) for which in (0, 1))
@@ -103,7 +91,7 @@ def _skip_refused(case: Case, backend: BackendName) -> None:
     """Skip what a backend refuses; `test_mosaic_gpu.py` has cases in bfloat16 that are in float32 here."""
     dtype, kv_dtype = jnp.dtype(case.dtype), jnp.dtype(case.kv_dtype or case.dtype)
     problem = Problem(case.heads, case.kv_heads, case.head_dim, case.page_size, dtype, kv_dtype)
-    if refusal := backend_module(backend).refusal(problem, target_of(jax.devices()[0])):
+    if refusal := BACKENDS.refusal(backend, target_of(jax.devices()[0]), (problem,)):
         pytest.skip(refusal)
 
 
@@ -136,7 +124,7 @@ def _case_marks(case: Case, backend: BackendName) -> list[pytest.MarkDecorator]:
 
 PAIRS = [
     pytest.param(case, backend, marks=_case_marks(case, backend))
-    for case, backend in itertools.product(CASES, BACKENDS)
+    for case, backend in itertools.product(CASES, BACKENDS.names)
 ]
 
 
@@ -184,9 +172,9 @@ def _ragged(draw: st.DrawFn) -> Case:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", grid(BACKENDS, "cpu".__eq__, is_interpreted))
+@pytest.mark.parametrize("backend", grid(BACKENDS.names, "cpu".__eq__, is_interpreted))
 def test_drawn_batches_equal_dense_attention(backend: BackendName) -> None:
-    interpreted = Backend(backend, target=target_of(jax.devices()[0])).interpret
+    interpreted = Backend(backend, target_of(jax.devices()[0])).interpret
 
     @settings(max_examples=12 if interpreted else examples(40), deadline=None, derandomize=True)
     @given(case=_ragged())
@@ -198,7 +186,7 @@ def test_drawn_batches_equal_dense_attention(backend: BackendName) -> None:
     check()
 
 
-@pytest.mark.parametrize("backend", grid(BACKENDS, lambda name: name in ("cpu", "triton"), is_interpreted))
+@pytest.mark.parametrize("backend", grid(BACKENDS.names, lambda name: name in ("cpu", "triton"), is_interpreted))
 def test_a_row_does_not_depend_on_other_rows(backend: BackendName) -> None:
     """Compare bits: a row is summed over its own pages in their own order, however long other rows are."""
     case = Case("company", ((40, 1), (180, 1), (100, 30)), 2, head_dim=16, pad_rows=_ROWS - 3, pad_tokens=_TOKENS - 32)

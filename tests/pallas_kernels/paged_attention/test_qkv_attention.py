@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,19 +12,26 @@ import numpy as np
 import pytest
 
 from pallas_kernels.paged_attention import (
+    BACKENDS,
+    AttentionOptions,
     Backend,
     BackendName,
     PagedKV,
+    Preparation,
     paged_attention,
     qkv_attention,
+    takes_qkv,
     target_of,
 )
-from pallas_kernels.paged_attention.backends import backend_module
 from pallas_kernels.paged_attention.triton.qkv import write_qkv
-from pallas_kernels.paged_attention.write import token_slots
 from tests.pallas_kernels.paged_attention import naive
 from tests.pallas_kernels.paged_attention import test_paged_attention as suite
-from tests.pallas_kernels.paged_attention.cases import Batch, Case, make_batch
+from tests.pallas_kernels.paged_attention.cases import (
+    Batch,
+    Case,
+    make_batch,
+    rows_of,
+)
 from tests.selection import grid
 
 EPS = 1e-5
@@ -101,10 +108,11 @@ def _rounded(x: np.ndarray, dtype: Any) -> np.ndarray:
 def _expected(variant: Variant, new: Product) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return queries, keys and values; the result of each part is rounded to the case's dtype."""
     case = variant.case
-    dtype, norms = jnp.dtype(case.dtype), new.norms
+    then: Any = new.preparation
+    dtype, norms = jnp.dtype(case.dtype), then.norms
     x = new.qkv.astype(np.float64)
-    if new.bias is not None:
-        x = _rounded(x + new.bias.astype(np.float64), dtype)
+    if then.bias is not None:
+        x = _rounded(x + then.bias.astype(np.float64), dtype)
     x = x.reshape(len(x), case.kv_heads, -1, case.head_dim)
     qk, v = x if variant.keys_as_values else x[:, :, :-1], x[:, :, -1]
     if variant.norms_values:
@@ -114,27 +122,24 @@ def _expected(variant: Variant, new: Product) -> tuple[np.ndarray, np.ndarray, n
         scaled = qk / np.sqrt((qk**2).mean(-1, keepdims=True) + EPS)
         scaled = _rounded(scaled, dtype) if norms[0].dtype == dtype else scaled
         qk = _rounded(scaled * weights, dtype)
-    if new.rotation is not None:
+    if then.rotation is not None:
         first, second = np.split(qk, 2, axis=-1)
-        cos, sin = (x[:, None, None].astype(np.float64) for x in new.rotation)
+        cos, sin = (x[:, None, None].astype(np.float64) for x in then.rotation)
         qk = _rounded(np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1), dtype)
     q = qk[:, :, :-1].reshape(len(x), case.heads, case.head_dim)
-    if new.query_scale is not None:
-        q = q * new.query_scale[:, None, None]
+    if then.query_scale is not None:
+        q = q * then.query_scale[:, None, None]
     return q.astype(dtype), qk[:, :, -1].astype(dtype), v.astype(dtype)
 
 
 class Product(NamedTuple):
-    """The product of the projections and what follows it: the first arguments of `qkv_attention`, and `query_scale`.
+    """The product of the projections and what becomes of it.
 
     Padding has numbers, as the pool has NaN wherever they might be written.
     """
 
     qkv: np.ndarray
-    bias: np.ndarray | None
-    norms: tuple[np.ndarray, np.ndarray] | None
-    rotation: tuple[np.ndarray, np.ndarray] | None
-    query_scale: np.ndarray | None
+    preparation: Preparation
 
 
 def _inputs(variant: Variant) -> tuple[Batch, Product]:
@@ -155,11 +160,9 @@ def _inputs(variant: Variant) -> tuple[Batch, Product]:
     angle = rng.uniform(0, 9, (len(batch.q), case.head_dim // 2)).astype(np.float32)
     rotation = (np.cos(angle), np.sin(angle)) if variant.rotates else None
     factors = rng.uniform(0.5, 2, len(batch.q)).astype(np.float32) if variant.scales_queries else None
-    return batch, Product(qkv, bias, norms, rotation, factors)
-
-
-def _forms(variant: Variant) -> dict[str, bool]:
-    return {"norm_values": variant.norms_values, "keys_as_values": variant.keys_as_values}
+    forms = variant.norms_values, variant.keys_as_values
+    preparation: Any = Preparation(EPS, bias, norms, rotation, factors, *forms)
+    return batch, Product(qkv, preparation)
 
 
 def _pool(case: Case, batch: Batch) -> PagedKV:
@@ -171,9 +174,8 @@ def _pool(case: Case, batch: Batch) -> PagedKV:
 @pytest.mark.parametrize("variant", grid(VARIANTS, lambda variant: str(variant) in QUICK), ids=str)
 def test_queries_and_pool_equal_numpys(variant: Variant) -> None:
     case, (batch, new) = variant.case, _inputs(variant)
-    run = jax.jit(functools.partial(write_qkv, eps=EPS, interpret=True, **_forms(variant)))
-    where = batch.page_table, batch.query_starts, batch.kv_lens, np.int32(batch.num_seqs)
-    slots = token_slots(len(batch.q), case.page_size, *where)
+    run = jax.jit(functools.partial(write_qkv, interpret=True))
+    slots = rows_of(case, batch).slots(len(batch.q), case.page_size)
     q, kv, zeros = run(*new, _pool(case, batch), np.int32(case.layer), slots)
     np.testing.assert_array_equal(zeros, np.zeros((len(batch.q), case.kv_heads), np.int32))
 
@@ -193,18 +195,13 @@ def test_queries_and_pool_equal_numpys(variant: Variant) -> None:
 def test_the_output_equals_that_of_separate_queries_and_keys(variant: Variant, backend: BackendName) -> None:
     case, (batch, new) = variant.case, _inputs(variant)
     suite._skip_refused(case, backend)
-    where = batch.page_table, batch.query_starts, batch.kv_lens, np.int32(batch.num_decodes), np.int32(batch.num_seqs)
-    chosen = Backend(backend, target=target_of(jax.devices()[0]))
-    rows_of = {"decode_only": case.decode_only, "max_queries": case.max_queries}
-    options: dict[str, Any] = {"scale": 0.1, **rows_of, "backend": chosen}
+    chosen = Backend(backend, target_of(jax.devices()[0]))
+    where = _pool(case, batch), np.int32(case.layer), rows_of(case, batch), AttentionOptions(0.1)
     jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-    run = jit(functools.partial(qkv_attention, eps=EPS, **_forms(variant), **options))
-    *product, query_scale = new
-    out, kv = run(*product, _pool(case, batch), np.int32(case.layer), *where, query_scale=query_scale)
+    out, kv = jit(functools.partial(qkv_attention, backend=chosen))(*new, *where)
 
     heads = _expected(variant, new)
-    separate = jit(functools.partial(paged_attention, **options))
-    expected, expected_kv = separate(*heads, _pool(case, batch), np.int32(case.layer), *where)
+    expected, expected_kv = jit(functools.partial(paged_attention, backend=chosen))(*heads, *where)
     live = batch.query_starts[batch.num_seqs]
     np.testing.assert_allclose(*(np.asarray(x, np.float32)[:live] for x in (out, expected)), rtol=0.02, atol=0.02)
     for found, pool in zip(kv.pools, expected_kv.pools):
@@ -236,5 +233,5 @@ def _bits(array: np.ndarray) -> np.ndarray:
 
 
 def test_it_is_there_for_gpus_only() -> None:
-    for name in get_args(BackendName):
-        assert hasattr(backend_module(name), "qkv_attention") == Backend(name).takes_qkv
+    for name in BACKENDS.names:
+        assert hasattr(BACKENDS.module(name), "qkv_attention") == takes_qkv(Backend(name))

@@ -16,7 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.paged_attention import REFERENCE, KernelTarget, Problem, paged_attention, reference
+from pallas_kernels.paged_attention import (
+    KernelTarget,
+    Problem,
+    Rows,
+    paged_attention,
+    reference,
+)
 from pallas_kernels.paged_attention.mosaic_gpu import decode as mosaic_decode
 from pallas_kernels.paged_attention.mosaic_gpu.parts import MosaicGpuAttention
 from pallas_kernels.paged_attention.mosaic_tpu import backend as mosaic_tpu
@@ -25,7 +31,13 @@ from pallas_kernels.paged_attention.triton import backend as triton
 from pallas_kernels.paged_attention.triton import decode as triton_decode
 from pallas_kernels.paged_attention.triton.tiles import TritonAttention
 from tests.pallas_kernels.paged_attention import test_paged_attention as suite
-from tests.pallas_kernels.paged_attention.cases import Case, first_seen, make_batch
+from tests.pallas_kernels.paged_attention.cases import (
+    Case,
+    first_seen,
+    make_batch,
+    options_of,
+    rows_of,
+)
 
 BF16 = np.dtype(jnp.bfloat16)
 WINDOW = 1000
@@ -33,7 +45,7 @@ LENGTHS = jnp.asarray([100_000, 5000, 1500, 1], jnp.int32)
 
 
 def test_triton_lists_tiles_of_the_window_only() -> None:
-    attention = TritonAttention(8, 4, 128, 16, 8000, 16000, 0.1, WINDOW, None)
+    attention = TritonAttention(8, 4, 128, 16, 8000, 16000, 0.1, WINDOW, None, False)
     target = KernelTarget("cuda", "NVIDIA H200", (9, 0), cores=132)
     blocks = triton.decode_blocks_for(Problem(32, 8, 128, 16, BF16, BF16), target, rows=4)
     first, end, _ = triton_decode._tiles(LENGTHS, attention, blocks)
@@ -58,7 +70,8 @@ def test_a_tpu_reads_blocks_of_the_window_only(new: int) -> None:
     starts = jnp.arange(5, dtype=jnp.int32) * new
     tiles: Any = (4, jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.int32))
     if new > 1:
-        tiles = mosaic_tpu._tiles(starts, lengths, jnp.int32(0), jnp.int32(4), 4 * new, attention, sizes)
+        own = Rows(jnp.zeros((4, 1), jnp.int32), starts, lengths, jnp.int32(0), jnp.int32(4))
+        tiles = mosaic_tpu._tiles(own, 4 * new, attention, sizes)
     count, rows, numbers = tiles
     operands = KernelOperands(None, starts, lengths, rows, numbers, None, None, None, None, ())
     copies = Copies(attention, sizes, operands, None, None)  # type: ignore[arg-type]
@@ -81,15 +94,13 @@ def test_the_reference_reads_blocks_of_the_window_only(num_decodes: int, monkeyp
         return advance(*args)
 
     monkeypatch.setattr(reference, "_advance", counted)
-    options: dict[str, Any] = {"scale": 0.1, "window": 50, "decode_only": case.decode_only, "backend": REFERENCE}
-    where = batch.page_table, batch.query_starts, batch.kv_lens, jnp.int32(num_decodes), jnp.int32(len(rows))
     with jax.disable_jit():
         paged_attention(
             *(jnp.asarray(x) for x in (batch.q, batch.k, batch.v)),
             suite._pool(case, batch, ""),
             jnp.int32(case.layer),
-            *(jnp.asarray(x) for x in where),
-            **options,
+            jax.tree.map(jnp.asarray, rows_of(case, batch)),
+            options_of(case, batch),
         )
     assert len(turns) in (1, 2)
 

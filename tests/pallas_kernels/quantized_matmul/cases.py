@@ -11,7 +11,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.quantized_matmul.backends import Backend
+from pallas_kernels.dispatch import Backend
+from pallas_kernels.quantized_matmul.backends import arrangement
 from pallas_kernels.quantized_matmul.layout import FP4_VALUES, QuantizedWeight, num_groups
 from pallas_kernels.quantized_matmul.scheme import Scheme
 
@@ -122,8 +123,8 @@ def make_terms(case: Case, backend: Backend) -> tuple[np.ndarray, QuantizedWeigh
         zero = zero.astype(scale.dtype if case.fractional else np.int16)
     order = rng.permutation(case.inputs).astype(np.int32) if case.order else None
     x, input_scale = _inputs(rng, case)
-    arrangement = backend.arrangement(case.inputs, scheme)
-    numbers = q.reshape(*case.out, -1, len(arrangement))[..., arrangement].reshape(q.shape) if arrangement else q
+    moved = arrangement(backend, case.inputs, scheme)
+    numbers = q.reshape(*case.out, -1, len(moved))[..., moved].reshape(q.shape) if moved else q
     if scheme.bits == 4:
         nibbles = numbers.astype(np.uint8) & 15
         numbers = nibbles[..., 0::2] | nibbles[..., 1::2] << 4
@@ -136,7 +137,7 @@ def make_terms(case: Case, backend: Backend) -> tuple[np.ndarray, QuantizedWeigh
         None if input_scale is None else jnp.asarray(input_scale),
         scheme,
         backend,
-        arrangement,
+        moved,
     )
     terms, magnitudes = (_float64(q, scale, zero, absolute=absolute) for absolute in (False, True))
     return x, weight, terms, magnitudes

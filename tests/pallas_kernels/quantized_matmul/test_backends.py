@@ -9,8 +9,8 @@ import jax
 import numpy as np
 import pytest
 
-from pallas_kernels.quantized_matmul import Backend, Scheme, choose_backend, quantized_matmul
-from pallas_kernels.quantized_matmul.backends import BackendName, backend_module
+from pallas_kernels.dispatch import BackendName
+from pallas_kernels.quantized_matmul import BACKENDS, Backend, Scheme, choose_backend, quantized_matmul
 from pallas_kernels.target import CPU, KernelTarget
 from tests.pallas_kernels.quantized_matmul.cases import CASES, Case, make_product
 from tests.selection import grid, is_interpreted
@@ -57,7 +57,7 @@ TABLE = grid(
 
 @pytest.mark.parametrize(("name", "case"), TABLE, ids=str)
 def test_a_product_is_that_of_float64_but_for_the_rounding_of_its_sums(name: BackendName, case: Case) -> None:
-    refusal = backend_module(name).refusal(math.prod(case.out), case.inputs, case.scheme, CPU)
+    refusal = BACKENDS.refusal(name, CPU, (math.prod(case.out), case.inputs, case.scheme))
     assert (refusal is not None) == (case.name in REFUSED[name]), refusal
     if refusal is not None:
         return
@@ -102,7 +102,7 @@ def test_the_choice_depends_on_the_device_and_the_scheme(
 )
 def test_triton_says_what_it_does_not_take(out_dim: int, in_dim: int, scheme: Scheme, reason: str) -> None:
     target = KernelTarget("cuda", "NVIDIA L4", (8, 9))
-    refusal = backend_module("triton").refusal(out_dim, in_dim, scheme, target)
+    refusal = BACKENDS.refusal("triton", target, (out_dim, in_dim, scheme))
     assert refusal is not None
     assert reason in refusal
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pallas_kernels.sampling.triton import Columns, Edits, SlotTable, edit_logits
+from pallas_kernels.sampling import COUNT_MASK, SEEN_IN_PROMPT, Edits, FloatColumn, IntColumn, SlotTable
+from pallas_kernels.sampling.triton import edit_logits
 from pallas_kernels.sampling.triton.edit import _PART
 
 pytestmark = pytest.mark.interpreted
 
-COLUMNS = Columns(("min_len",), ("repetition_penalty", "frequency_penalty", "presence_penalty"))
-COUNT_MASK, IN_PROMPT = 2**15 - 1, -(2**15)
+PENALTIES = [FloatColumn.REPETITION_PENALTY, FloatColumn.FREQUENCY_PENALTY, FloatColumn.PRESENCE_PENALTY]
 # Two parts; ids of the other shard come before and after those of this one.
 VOCAB, FIRST, ALL = _PART + 500, 300, 2 * _PART + 3000
 SLOTS, ROWS, DRAFTS = 6, 11, 5
@@ -20,13 +20,14 @@ PLAIN, PENALIZED, REPEATED, EARLY, BIASED, EVERYTHING = range(SLOTS)
 
 def table(slots: np.ndarray) -> SlotTable:
     """Each kind of request in a slot of its own; `EARLY` ones may not stop before 40 tokens."""
-    floats = np.tile(np.float32([1, 0, 0]), (SLOTS, 1))
-    floats[PENALIZED] = 1, 0.7, 0.4
-    floats[REPEATED] = 1.5, 0, 0
-    floats[EVERYTHING] = 0.8, -0.3, 1.1
-    lengths = np.zeros((SLOTS, 1), np.int32)
-    lengths[[EARLY, EVERYTHING]] = 40
-    return SlotTable(slots, lengths, floats)
+    floats = np.zeros((SLOTS, len(FloatColumn)), np.float32)
+    floats[:, PENALTIES] = 1, 0, 0
+    floats[PENALIZED, PENALTIES] = 1, 0.7, 0.4
+    floats[REPEATED, PENALTIES] = 1.5, 0, 0
+    floats[EVERYTHING, PENALTIES] = 0.8, -0.3, 1.1
+    ints = np.zeros((SLOTS, len(IntColumn)), np.int32)
+    ints[[EARLY, EVERYTHING], IntColumn.MIN_LEN] = 40
+    return SlotTable(slots, ints, floats)
 
 
 def given(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, Edits]:
@@ -35,7 +36,9 @@ def given(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray,
                       EARLY, BIASED], np.int32)  # fmt: skip
     lengths = np.array([38, 39, 40, 9, 10, 50, 20, 21, 39, 40, 7], np.int32)
     logits = rng.normal(0, 3, (ROWS, VOCAB)).astype(np.float32)
-    counts = rng.choice([0, 0, 0, 1, 7, COUNT_MASK - 9, IN_PROMPT, IN_PROMPT + 3], (SLOTS, VOCAB)).astype(np.int16)
+    counts = rng.choice([0, 0, 0, 1, 7, COUNT_MASK - 9, SEEN_IN_PROMPT, SEEN_IN_PROMPT + 3], (SLOTS, VOCAB)).astype(
+        np.int16
+    )
     bias_ids = np.full((SLOTS, 3), -1, np.int32)
     bias_ids[[BIASED, EVERYTHING], :2] = [[FIRST + 4, 2], [FIRST + 8, FIRST + VOCAB - 1]]
     stop_ids = np.full((SLOTS, 2), -1, np.int32)
@@ -60,7 +63,7 @@ def expected(
     out, flags = logits.astype(np.float64), np.zeros(ROWS, np.int32)
     for row, slot in enumerate(slots):
         one = table(slots)
-        repetition, frequency, presence = one.floats[slot].astype(np.float64)
+        repetition, frequency, presence = one.floats[slot, PENALTIES].astype(np.float64)
         stored = edits.counts[slot].astype(np.int32)
         times, seen = stored & COUNT_MASK, stored != 0
         for token in [] if edits.pending is None else np.asarray(edits.pending)[row]:
@@ -73,7 +76,7 @@ def expected(
         for token, value in zip(edits.bias_ids[slot], edits.bias_values[slot], strict=True):
             if token >= 0 and 0 <= token - FIRST < VOCAB:
                 x[token - FIRST] += value
-        early = lengths[row] < one.ints[slot, 0]
+        early = lengths[row] < one.ints[slot, IntColumn.MIN_LEN]
         for token in edits.stop_ids[slot] if early else []:
             if token >= 0 and 0 <= token - FIRST < VOCAB:
                 x[token - FIRST] = -np.inf
@@ -83,8 +86,8 @@ def expected(
 
 
 def check(logits: np.ndarray, slots: np.ndarray, lengths: np.ndarray, live: np.ndarray, edits: Edits) -> None:
-    where = lengths, live, edits, table(slots), COLUMNS
-    out, flags = edit_logits(logits, *where, count_mask=COUNT_MASK, interpret=True)
+    where = lengths, live, edits, table(slots)
+    out, flags = edit_logits(logits, *where, interpret=True)
     meant, wanted = expected(logits, slots, lengths, live, edits)
     np.testing.assert_array_equal(flags, wanted)
     edited = wanted != 0
@@ -105,8 +108,8 @@ def test_unused_pending_tokens_change_nothing() -> None:
     logits, slots, lengths, live, edits = given(np.random.default_rng(4))
 
     def run(pending: np.ndarray | None) -> np.ndarray:
-        where = lengths, live, edits._replace(pending=pending), table(slots), COLUMNS
-        out, flags = edit_logits(logits, *where, count_mask=COUNT_MASK, interpret=True)
+        where = lengths, live, edits._replace(pending=pending), table(slots)
+        out, flags = edit_logits(logits, *where, interpret=True)
         return np.asarray(out)[np.asarray(flags) != 0]
 
     np.testing.assert_array_equal(run(np.full((ROWS, DRAFTS), -1, np.int32)), run(None))

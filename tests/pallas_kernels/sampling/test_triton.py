@@ -11,35 +11,44 @@ import numpy as np
 import pytest
 from jax import lax
 
-from pallas_kernels.sampling import draw_tokens, reference
-from pallas_kernels.sampling.triton import Columns, SlotTable, draw, top_logits
+from pallas_kernels.sampling import DrawParameters, FloatColumn, IntColumn, SlotTable, draw_tokens, reference
+from pallas_kernels.sampling.triton import draw, top_logits
 from pallas_kernels.sampling.triton.rows import LIST, TILE
 
 pytestmark = pytest.mark.interpreted
 
-COLUMNS = Columns(("top_k",), ("temperature", "top_p", "min_p"))
 ROWS = 24
 
 
+def slot_table(slots: jax.Array, by_slot: DrawParameters) -> SlotTable:
+    """Return the table of parameters by slot."""
+    ints = jnp.zeros((len(by_slot.top_k), len(IntColumn)), jnp.int32)
+    floats = jnp.zeros((len(by_slot.top_k), len(FloatColumn)), jnp.float32)
+    for name, value in by_slot._asdict().items():
+        if name.upper() in IntColumn.__members__:
+            ints = ints.at[:, IntColumn[name.upper()]].set(value)
+        else:
+            floats = floats.at[:, FloatColumn[name.upper()]].set(value)
+    return SlotTable(slots, ints, floats)
+
+
 @jax.jit
-def by_triton(logits: jax.Array, keys: jax.Array, *columns: jax.Array) -> jax.Array:
-    temperature, top_k, top_p, min_p = columns
+def by_triton(logits: jax.Array, keys: jax.Array, parameters: DrawParameters) -> jax.Array:
     # Slots stand in another order than rows.
     slots = jnp.arange(len(logits))[::-1]
-    table = SlotTable(slots, top_k[::-1, None], jnp.stack([temperature, top_p, min_p], axis=1)[::-1])
-    live = jnp.ones(len(logits), bool)
-    return draw.draw_tokens(logits, None, keys, live, table, COLUMNS, interpret=True)
+    table = slot_table(slots, jax.tree.map(lambda x: x[::-1], parameters))
+    return draw.draw_tokens(logits, None, keys, jnp.ones(len(logits), bool), table, interpret=True)
 
 
-def parameters(rng: np.random.Generator, rows: int = ROWS) -> list[np.ndarray]:
-    """Random keys, temperature, top_k, top_p and min_p; many rows combine several."""
-    return [
-        rng.integers(0, 2**32, (rows, 2), np.uint32),
+def parameters(rng: np.random.Generator, rows: int = ROWS) -> tuple[np.ndarray, DrawParameters]:
+    """Random keys and parameters; many rows combine several."""
+    keys = rng.integers(0, 2**32, (rows, 2), np.uint32)
+    return keys, DrawParameters(
         rng.choice([0, 0.3, 1, 1, 1, 2, 1e-6, 1e-40], rows).astype(np.float32),
         rng.choice([0, 0, 1, 7, 50, TILE + 900, LIST + 900, 10**6], rows).astype(np.int32),
         rng.choice([1, 1, 0.1, 0.5, 0.9, 0.99, 1e-9], rows).astype(np.float32),
         rng.choice([0, 0, 0, 0.05, 1], rows).astype(np.float32),
-    ]
+    )
 
 
 def random_logits(rng: np.random.Generator, vocab: int, scale: float) -> np.ndarray:
@@ -81,12 +90,12 @@ def test_it_draws_the_same_tokens_of_real_vocabularies(vocab: int) -> None:
 @pytest.mark.parametrize("kind", ["flat", "equal"])
 def test_thresholds_are_found_in_the_row_if_too_many_tokens_may_be_kept(kind: str, top_k: int, top_p: float) -> None:
     rng = np.random.default_rng(top_k)
-    keys, *_ = parameters(rng)
+    keys, _ = parameters(rng)
     logits = rng.uniform(0, 0.01, (ROWS, LIST + TILE)).astype(np.float32)
     if kind == "equal":
         logits[:] = 0.0
     columns = (np.full(ROWS, value) for value in (np.float32(1), np.int32(top_k), np.float32(top_p), np.float32(0)))
-    given = logits, keys, *columns
+    given = logits, keys, DrawParameters(*columns)
     assert (np.asarray(by_triton(*given)) != np.asarray(draw_tokens(*given))).sum() <= 1
 
 
@@ -95,18 +104,16 @@ def test_a_row_depends_on_nothing_but_itself() -> None:
     logits, given = random_logits(rng, 700, 3.0), parameters(rng)
     together = np.asarray(by_triton(logits, *given))
     order = rng.permutation(ROWS)[:7]
-    np.testing.assert_array_equal(by_triton(logits[order], *(x[order] for x in given)), together[order])
+    np.testing.assert_array_equal(by_triton(logits[order], *jax.tree.map(lambda x: x[order], given)), together[order])
 
 
 def test_rows_of_one_slot_draw_with_keys_of_their_own() -> None:
     rng = np.random.default_rng(6)
-    logits, (keys, *by_slot) = random_logits(rng, 700, 3.0), parameters(rng)
+    logits, (keys, by_slot) = random_logits(rng, 700, 3.0), parameters(rng)
     slots = rng.integers(0, ROWS, 6)[np.sort(rng.integers(0, 6, ROWS))].astype(np.int32)
-    temperature, top_k, top_p, min_p = by_slot
-    table = SlotTable(slots, top_k[:, None], np.stack([temperature, top_p, min_p], axis=1))
     live = np.arange(ROWS) != 3
-    found = draw.draw_tokens(logits, None, keys, live, table, COLUMNS, interpret=True)
-    expected = np.asarray(draw_tokens(logits, keys, *(x[slots] for x in by_slot)))
+    found = draw.draw_tokens(logits, None, keys, live, slot_table(slots, by_slot), interpret=True)
+    expected = np.asarray(draw_tokens(logits, keys, jax.tree.map(lambda x: x[slots], by_slot)))
     np.testing.assert_array_equal(found, np.where(live, expected, 0))
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxserve.runtime.step.groups import in_groups
-from jaxserve.runtime.step.sampling import Rows
+from jaxserve.runtime.step.sampling import DrawnRows
 from jaxserve.runtime.step.step import sample_rows
 from tests.runtime.tiny import on_mesh
 
@@ -40,7 +40,7 @@ def test_the_head_computes_needed_rows_only(rows: int) -> None:
 
     def draw(live: Any) -> Any:
         slots = jnp.arange(rows, dtype=jnp.int32)
-        own = Rows(slots, slots, slots < live)
+        own = DrawnRows(slots, slots, slots < live)
         return sample_rows(head, jnp.zeros((rows, 8)), own, live, state, context, greedy=True)[0]
 
     run = on_mesh(draw)

@@ -21,12 +21,13 @@ from scipy.special import chdtri
 from jaxserve.api_types import MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
 from jaxserve.errors import InvalidRequestError
 from jaxserve.runtime.step import sampling
-from jaxserve.runtime.step.sampling import Logprobs, Rows
+from jaxserve.runtime.step.sampling import DrawnRows, Logprobs
 from jaxserve.runtime.step.slot_update import sampling_row
-from jaxserve.runtime.step.state import SEEN_IN_PROMPT, SamplingRows
+from jaxserve.runtime.step.state import SamplingRows
 from jaxserve.step_plan import SlotOpen
+from pallas_kernels import dispatch
 from pallas_kernels.paged_attention import KernelTarget
-from pallas_kernels.sampling import api
+from pallas_kernels.sampling import SEEN_IN_PROMPT, IntColumn, row_kernels
 from tests.extremes import extremes
 from tests.runtime import plain_sampling
 from tests.runtime.tiny import on_mesh, opening
@@ -36,43 +37,37 @@ pytestmark = pytest.mark.slow
 VOCAB = 600  # no multiple of the blocks that the kernel goes through
 DRAWS = 4096
 CPU = KernelTarget("cpu")
+INTERPRETED_GPU = KernelTarget("cpu", capability=(9, 0))
 
 
 def sample_all(
-    logits: Any, params: SamplingRows, counts: Any, lengths: Any, allowed: Any = None
+    logits: Any, params: SamplingRows, counts: Any, lengths: Any, allowed: Any = None, target: KernelTarget = CPU
 ) -> tuple[Any, Logprobs]:
     """Return a token of each slot, and its log probabilities."""
-    rows = Rows(jnp.arange(len(logits)), lengths, jnp.ones(len(logits), bool), allowed=allowed)
-    return sampling.sample(logits, params, counts, rows, CPU)
+    rows = DrawnRows(jnp.arange(len(logits)), lengths, jnp.ones(len(logits), bool), allowed=allowed)
+    return sampling.sample(logits, params, counts, rows, target)
 
 
 def _sample_first_rows(logits: Any, params: SamplingRows, counts: Any, lengths: Any, num_rows: Any) -> Any:
     """Return a token of each of the first `num_rows` slots, and its log probabilities."""
     row = jnp.arange(len(logits))
-    return sampling.sample(logits, params, counts, Rows(row, lengths, row < num_rows), CPU, num_rows)
+    return sampling.sample(logits, params, counts, DrawnRows(row, lengths, row < num_rows), CPU, num_rows)
 
 
 def sample_all_by_triton(*arguments: Any) -> Any:
     """Compute `sample_all` as on an NVIDIA GPU, with interpreted kernels."""
-    with mock.patch.object(sampling, "uses_triton", return_value=True):
-        return sample_all(*arguments)
+    return sample_all(*arguments, target=INTERPRETED_GPU)
 
 
 def _sample_all_by_xla(*arguments: Any) -> Any:
     """Compute `sample_all` as on devices that we have no kernels for."""
 
-    def fallback(_: Any, otherwise: Callable[..., Any], *operands: Any) -> Any:
-        return otherwise(*operands)
-
-    with (
-        mock.patch.object(sampling, "kernel_or_fallback", fallback),
-        mock.patch.object(api, "kernel_or_fallback", fallback),
-    ):
+    with mock.patch.object(dispatch, "on_cpu", lambda _, otherwise, *operands: otherwise(*operands)):
         return sample_all(*arguments)
 
 
 def _adjusted(logits: Any, params: SamplingRows, counts: Any, lengths: Any) -> Any:
-    return sampling.adjust_logits(logits, params, counts, Rows(jnp.arange(len(logits)), lengths, None))
+    return sampling.adjust_logits(logits, params, counts, DrawnRows(jnp.arange(len(logits)), lengths, None))
 
 
 _sample = on_mesh(sample_all)
@@ -121,7 +116,7 @@ def _draws(logits: np.ndarray, opened: SlotOpen, sample: Callable[..., Any] = _s
     many = SamplingRows(*(np.repeat(getattr(rows, name), DRAWS, axis=0) for name in rows.__dataclass_fields__))
     # min_len moves with the position, so that each draw is equally early in its sequence.
     shift = np.arange(DRAWS, dtype=np.int32)
-    many.ints[:, sampling.INTS.index("min_len")] += shift
+    many.ints[:, IntColumn.MIN_LEN] += shift
     token, _ = sample(np.tile(logits, (DRAWS, 1)), many, np.repeat(counts, DRAWS, axis=0), lengths + shift)
     return np.bincount(np.asarray(token), minlength=VOCAB)
 
@@ -381,7 +376,7 @@ def test_the_kernel_draws_what_xla_draws(logits: np.ndarray) -> None:
     ids=str,
 )
 def test_only_nvidia_gpus_from_ampere_on_use_triton(target: KernelTarget, expected: bool) -> None:
-    assert sampling.uses_triton(target) is expected
+    assert (row_kernels(target) is not None) is expected
 
 
 @pytest.mark.interpreted

@@ -28,9 +28,10 @@ from jaxserve.runtime.step.slot_update import (
     update,
     update_packing,
 )
-from jaxserve.runtime.step.state import COUNT_MASK, FLOATS, INTS, SEEN_IN_PROMPT, DeviceState, all_ranks, one_rank
+from jaxserve.runtime.step.state import INT_COLUMNS, DeviceState, all_ranks, one_rank
 from jaxserve.step_plan import SlotOpen, WindowGroup
 from pallas_kernels.paged_attention import REFERENCE
+from pallas_kernels.sampling import COUNT_MASK, SEEN_IN_PROMPT, FloatColumn
 from tests.runtime.tiny import CAPACITY, laid_out, mesh, on_trees, opening, specs, zero_state
 
 VOCAB = 3000
@@ -66,7 +67,8 @@ def _open(state: DeviceState, *opened: SlotOpen) -> tuple[DeviceState, tuple[int
 
 def _row(state: DeviceState, slot: int) -> dict[str, float]:
     ints, floats = state.sampling.ints[0, slot].tolist(), state.sampling.floats[0, slot].tolist()
-    return dict(zip(INTS, ints)) | dict(zip(FLOATS, floats))
+    named = [*zip(INT_COLUMNS, ints, strict=True), *zip(FloatColumn, floats, strict=True)]
+    return {column.name.lower(): value for column, value in named}
 
 
 def test_a_plain_slot_takes_one_call_and_starts_empty(used: DeviceState) -> None:

@@ -21,12 +21,13 @@ from jaxserve.layers.batch import TokenBatch
 from jaxserve.runtime.step import step, verify
 from jaxserve.runtime.step.batch import StepInput, StepShape
 from jaxserve.runtime.step.program import ProgramKey
-from jaxserve.runtime.step.sampling import Rows
+from jaxserve.runtime.step.sampling import DrawnRows
 from jaxserve.runtime.step.slot_update import sampling_row
-from jaxserve.runtime.step.state import INTS, SEEN_IN_PROMPT, DeviceState, Drafts, SamplingRows
+from jaxserve.runtime.step.state import DeviceState, Drafts, SamplingRows
 from jaxserve.runtime.step.verify import DrawingTokens, Drawn
 from jaxserve.step_plan import SlotOpen
 from pallas_kernels.paged_attention import KernelTarget
+from pallas_kernels.sampling import SEEN_IN_PROMPT, IntColumn
 from tests.runtime import plain_sampling
 from tests.runtime.tiny import on_mesh, opening
 from tests.selection import grid
@@ -104,7 +105,7 @@ def _state(opened: SlotOpen, drafts: np.ndarray) -> DeviceState:
     drafts = np.pad(drafts, ((0, COMPUTED_AGAIN), (0, 0)))
     row = sampling_row(opened)
     ints = np.tile(np.array(row["ints"], np.int32), (slots, 1))
-    ints[:, INTS.index("seed_low")] = np.arange(slots)
+    ints[:, IntColumn.SEED_LOW] = np.arange(slots)
     bias_ids, bias_values = np.full(MAX_LOGIT_BIAS, -1, np.int32), np.zeros(MAX_LOGIT_BIAS, np.float32)
     bias = opened.sampling.logit_bias
     bias_ids[: len(bias)], bias_values[: len(bias)] = list(bias), list(bias.values())
@@ -206,8 +207,8 @@ def _accept_one_more(*arguments: Any) -> Drawn:
     return drawn._replace(counts=jnp.minimum(drawn.counts + 1, 1 + MOST))
 
 
-def _noise_of_one_position(slots: Any, lengths: Any, *others: Any) -> Rows:
-    return Rows(slots, jnp.full_like(lengths, len(PROMPT) + 1), *others)
+def _noise_of_one_position(slots: Any, lengths: Any, *others: Any) -> DrawnRows:
+    return DrawnRows(slots, jnp.full_like(lengths, len(PROMPT) + 1), *others)
 
 
 def _without_drafts_before(*arguments: Any) -> Any:
@@ -227,7 +228,7 @@ _accept, _drafts_before, _drawing_tokens = verify.accept, verify.drafts_before, 
     ("module", "function", "bug", "name", "kind"),
     [
         (verify, "accept", _accept_one_more, "temperature", "random"),
-        (step, "Rows", _noise_of_one_position, "temperature", "likeliest"),
+        (step, "DrawnRows", _noise_of_one_position, "temperature", "likeliest"),
         (verify, "drafts_before", _without_drafts_before, "penalties", "likeliest"),
         (verify, "drawing_tokens", _first_token_of_prompts, "temperature", "likeliest"),
     ],

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.grouped_matmul import Gate, grouped_matmul
+from pallas_kernels.grouped_matmul import BACKENDS, Gate, grouped_matmul
 from pallas_kernels.grouped_matmul.mosaic_gpu import backend, kernel
 from pallas_kernels.quantized_matmul import Backend, Scheme
 from pallas_kernels.target import CPU, KernelTarget
@@ -55,7 +55,7 @@ def product(case: Case, out_dtype: object = jnp.float32) -> tuple[np.ndarray, np
     "case", grid(TABLE, lambda case: case.name in ("bf16-one-token", "fp4-half-block-up", "fp8-blocks-down")), ids=str
 )
 def test_rows_are_those_of_float64_but_for_the_rounding_of_sums(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
-    assert backend.refusal(case.outputs, case.inputs, case.scheme, CPU) is None
+    assert BACKENDS.refusal("mosaic_gpu", CPU, (case.outputs, case.inputs, case.scheme)) is None
     found, expected, allowed = product(case)
     assert (np.abs(found - expected) <= allowed).all(), np.nanmax(np.abs(found - expected) / allowed)
     assert "RACE DETECTED" not in capsys.readouterr().out
@@ -115,14 +115,14 @@ def test_a_case_finds_a_bug(bug: str, monkeypatch: pytest.MonkeyPatch, capsys: p
 def test_unsupported_experts_are_refused_with_a_reason(
     out_dim: int, in_dim: int, scheme: Scheme | None, reason: str
 ) -> None:
-    assert reason in str(backend.refusal(out_dim, in_dim, scheme, H200))
+    assert reason in str(BACKENDS.refusal("mosaic_gpu", H200, (out_dim, in_dim, scheme)))
 
 
 def test_it_is_for_hopper() -> None:
     for scheme in (None, MXFP4):
-        assert backend.refusal(5760, 2880, scheme, H200) is None
+        assert BACKENDS.refusal("mosaic_gpu", H200, (5760, 2880, scheme)) is None
         for target in (KernelTarget("cuda", "NVIDIA B200", (10, 0)), KernelTarget("tpu")):
-            assert backend.refusal(5760, 2880, scheme, target) is not None
+            assert BACKENDS.refusal("mosaic_gpu", target, (5760, 2880, scheme)) is not None
 
 
 def test_other_floats_are_multiplied_by_the_reference() -> None:

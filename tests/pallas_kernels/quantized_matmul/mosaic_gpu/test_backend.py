@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.quantized_matmul import Backend, Scheme, quantized_matmul
+from pallas_kernels.quantized_matmul import BACKENDS, Backend, Scheme, quantized_matmul
 from pallas_kernels.quantized_matmul.mosaic_gpu import backend, kernel, products
 from pallas_kernels.quantized_matmul.tuning import kind_of
 from pallas_kernels.target import CPU, KernelTarget
@@ -138,20 +138,20 @@ def test_the_cases_find_a_bug(bug: str, monkeypatch: pytest.MonkeyPatch, capsys:
     ],
 )
 def test_unsupported_weights_are_refused_with_a_reason(out_dim: int, in_dim: int, scheme: Scheme, reason: str) -> None:
-    assert reason in str(backend.refusal(out_dim, in_dim, scheme, H200))
+    assert reason in str(BACKENDS.refusal("mosaic_gpu", H200, (out_dim, in_dim, scheme)))
 
 
 def test_it_is_for_hopper() -> None:
     scheme = Scheme("int4", 128)
-    assert backend.refusal(4096, 4096, scheme, H200) is None
+    assert BACKENDS.refusal("mosaic_gpu", H200, (4096, 4096, scheme)) is None
     for target in (
         KernelTarget("cuda", "NVIDIA B200", (10, 0)),
         KernelTarget("cuda", "NVIDIA L4", (8, 9)),
         KernelTarget("tpu"),
     ):
-        assert backend.refusal(4096, 4096, scheme, target) is not None
+        assert BACKENDS.refusal("mosaic_gpu", target, (4096, 4096, scheme)) is not None
 
 
 def test_its_interpreter_needs_enough_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NPROC", "2")
-    assert "set NPROC=8" in str(backend.refusal(4096, 4096, Scheme("int4", 128), CPU))
+    assert "set NPROC=8" in str(BACKENDS.refusal("mosaic_gpu", CPU, (4096, 4096, Scheme("int4", 128))))
