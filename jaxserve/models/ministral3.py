@@ -11,7 +11,7 @@ from jaxserve.layers.batch import KVLayer, KVPools, LayerOutput, TokenBatch
 from jaxserve.layers.rope import query_scale
 from jaxserve.model_source.fields import NON_NEGATIVE, NORM_EPSILON, Fields
 from jaxserve.models import llama
-from jaxserve.models.decoder import ApplyLayer
+from jaxserve.models.decoder import ApplyLayer, LayerParams, decoder_layer
 from jaxserve.models.layout import LaidOutModel
 from jaxserve.models.parameters import Params
 from jaxserve.models.read_fields import read_one_window, read_sizes, refuse
@@ -53,8 +53,8 @@ def layers(
     rope = model.rotation(batch)
     scale = query_scale(batch.positions, config.query_growth, config.rope.original_max_position)
 
-    def apply(i: int, x: Array, params: llama.LayerParams, kv: KVPools, at: KVLayer) -> LayerOutput:
+    def apply(i: int, x: Array, params: LayerParams, kv: KVPools, at: KVLayer) -> LayerOutput:
         settings = AttentionSettings(config.norm_eps, backend, config.windows[i])
-        return llama.decoder_layer(x, params, batch, kv, at, rope, settings, scale)
+        return decoder_layer(x, params, batch, kv, at, rope, settings, scale)
 
     return apply

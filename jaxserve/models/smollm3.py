@@ -13,7 +13,7 @@ from jaxserve.layers.attention import AttentionSettings
 from jaxserve.layers.batch import KVLayer, KVPools, LayerOutput, TokenBatch
 from jaxserve.model_source.fields import LAYERS, NORM_EPSILON, Fields
 from jaxserve.models import llama
-from jaxserve.models.decoder import ApplyLayer
+from jaxserve.models.decoder import ApplyLayer, LayerParams, decoder_layer
 from jaxserve.models.layout import LaidOutModel
 from jaxserve.models.parameters import Params
 from jaxserve.models.read_fields import FULL, SLIDING, read_sizes, read_windows, refuse
@@ -70,8 +70,8 @@ def layers(
     config = model.config
     rope = model.rotation(batch)
 
-    def apply(i: int, x: Array, params: llama.LayerParams, kv: KVPools, at: KVLayer) -> LayerOutput:
+    def apply(i: int, x: Array, params: LayerParams, kv: KVPools, at: KVLayer) -> LayerOutput:
         settings = AttentionSettings(config.norm_eps, backend, config.windows[i])
-        return llama.decoder_layer(x, params, batch, kv, at, rope if config.rotates[i] else None, settings)
+        return decoder_layer(x, params, batch, kv, at, rope if config.rotates[i] else None, settings)
 
     return apply
