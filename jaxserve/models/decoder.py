@@ -19,6 +19,7 @@ from jaxserve.layers.norm import layer_norm, rms_norm
 from jaxserve.layers.rope import Rotation
 from jaxserve.models.layout import AnyModel
 from jaxserve.models.parameters import LayerNormParams
+from pallas_kernels.paged_attention import Backend
 
 ApplyLayer = Callable[[int, Float[Array, "tokens dim"], Any, KVPools, KVLayer], LayerOutput]
 """Applies the layer of an index to hidden states, with its weights, the pools, and the place of its keys and values."""
@@ -88,6 +89,31 @@ def decoder_layer(
         assert experts is not None
         out, load = mixture(normed, params.mlp, batch.live, experts)
     return LayerOutput(x + _added(out, params.mlp_output_norm, settings.norm_eps, multiplier), kv, load)
+
+
+def layer_function(
+    model: AnyModel,
+    batch: TokenBatch,
+    backend: Backend,
+    ropes: Sequence[Rotation | None] | None = None,
+    *,
+    layer: Callable[..., LayerOutput] = decoder_layer,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    **options: Any,
+) -> ApplyLayer:
+    """Return the function that applies `layer` with the window and the rotation of each layer, and with these options.
+
+    `ropes` are by layer, by default the one of the config. `scale` and `soft_cap` are as in `AttentionSettings`.
+    """
+    config = model.config
+    rotations = [model.rotation(batch)] * config.num_layers if ropes is None else ropes
+
+    def apply(i: int, x: Array, params: Any, kv: KVPools, at: KVLayer) -> LayerOutput:
+        settings = AttentionSettings(config.norm_eps, backend, config.windows[i], scale, soft_cap)
+        return layer(x, params, batch, kv, at, rotations[i], settings, **options)
+
+    return apply
 
 
 def attend(

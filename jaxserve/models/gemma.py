@@ -14,12 +14,11 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxserve.layers import embedding
-from jaxserve.layers.attention import AttentionSettings
-from jaxserve.layers.batch import KVLayer, KVPools, LayerOutput, TokenBatch
+from jaxserve.layers.batch import TokenBatch
 from jaxserve.layers.rope import RopeConfig
 from jaxserve.model_source.fields import CONTEXT, LAYERS, NORM_EPSILON, POSITIVE, ROPE_THETA, Fields
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.decoder import ApplyLayer, LayerParams, decoder_layer
+from jaxserve.models.decoder import ApplyLayer, LayerParams, layer_function
 from jaxserve.models.layout import LaidOutModel
 from jaxserve.models.parameters import Params, ParamSpecs
 from jaxserve.models.read_fields import FULL, SLIDING, periodic_layer_types, read_sizes, read_windows, refuse
@@ -134,14 +133,15 @@ def layers(
     """Return the function that applies a layer."""
     config = model.config
     full, local = (model.rotation(batch, rope) for rope in (config.rope, config.local_rope))
-
-    def apply(i: int, x: Array, params: LayerParams, kv: KVPools, at: KVLayer) -> LayerOutput:
-        window = config.windows[i]
-        settings = AttentionSettings(config.norm_eps, backend, window, config.attention_scale, config.score_cap)
-        rope = full if window is None else local
-        return decoder_layer(x, params, batch, kv, at, rope, settings, activation=ACTIVATION)
-
-    return apply
+    return layer_function(
+        model,
+        batch,
+        backend,
+        [full if window is None else local for window in config.windows],
+        scale=config.attention_scale,
+        soft_cap=config.score_cap,
+        activation=ACTIVATION,
+    )
 
 
 def head(

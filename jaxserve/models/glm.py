@@ -7,22 +7,19 @@ from typing import Any
 
 import flax.struct
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
-from jaxserve.layers.attention import AttentionParams, AttentionSettings
-from jaxserve.layers.batch import TokenBatch
+from jaxserve.layers.attention import AttentionParams
 from jaxserve.layers.mlp import MlpParams
 from jaxserve.model_source.fields import NORM_EPSILON, Fields
 from jaxserve.models import llama
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.decoder import ApplyLayer, decoder_layer
 from jaxserve.models.layout import LaidOutModel
 from jaxserve.models.parameters import Params, ParamSpecs
 from jaxserve.models.read_fields import read_sizes, refuse
 from jaxserve.models.rope import read_rope
-from pallas_kernels.paged_attention import Backend
 
-embed, head = llama.embed, llama.head
+embed, layers, head = llama.embed, llama.layers, llama.head
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,13 +80,3 @@ def abstract(model: LaidOutModel[Config], dtype: np.dtype) -> Params:
         )
 
     return declare.decoder(layer)
-
-
-def layers(
-    model: LaidOutModel[Config], params: Params, x: Float[Array, "tokens dim"], batch: TokenBatch, backend: Backend
-) -> ApplyLayer:
-    """Return the function that applies a layer."""
-    config = model.config
-    rope = model.rotation(batch)
-    settings = AttentionSettings(config.norm_eps, backend)
-    return lambda i, x, params, kv, at: decoder_layer(x, params, batch, kv, at, rope, settings)

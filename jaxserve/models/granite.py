@@ -12,11 +12,10 @@ from jaxtyping import Array, Float, Int
 
 from jaxserve.errors import ConfigError
 from jaxserve.layers import embedding
-from jaxserve.layers.attention import AttentionSettings
 from jaxserve.layers.batch import TokenBatch
 from jaxserve.model_source.fields import NON_NEGATIVE, NORM_EPSILON, POSITIVE, WIDTH, Fields
 from jaxserve.models import llama
-from jaxserve.models.decoder import ApplyLayer, decoder_layer, times
+from jaxserve.models.decoder import ApplyLayer, layer_function, times
 from jaxserve.models.layout import LaidOutModel
 from jaxserve.models.parameters import Params
 from jaxserve.models.read_fields import FULL, read_sizes, refuse
@@ -97,11 +96,9 @@ def layers(
 ) -> ApplyLayer:
     """Return the function that applies a layer."""
     config = model.config
-    rope = model.rotation(batch) if config.rotates else None
-    settings = AttentionSettings(config.norm_eps, backend, scale=config.attention_multiplier)
-    return lambda i, x, params, kv, at: decoder_layer(
-        x, params, batch, kv, at, rope, settings, multiplier=config.residual_multiplier
-    )
+    ropes = [model.rotation(batch) if config.rotates else None] * config.num_layers
+    multiplier, scale = config.residual_multiplier, config.attention_multiplier
+    return layer_function(model, batch, backend, ropes, scale=scale, multiplier=multiplier)
 
 
 def head(

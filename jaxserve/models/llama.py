@@ -10,11 +10,10 @@ from jaxtyping import Array, Float, Int
 
 from jaxserve.errors import ConfigError
 from jaxserve.layers import embedding
-from jaxserve.layers.attention import AttentionSettings
 from jaxserve.layers.batch import TokenBatch
 from jaxserve.model_source.fields import LAYERS, NORM_EPSILON, Fields, Range
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.decoder import ApplyLayer, LayerParams, decoder_layer
+from jaxserve.models.decoder import ApplyLayer, LayerParams, layer_function
 from jaxserve.models.layout import LaidOutModel
 from jaxserve.models.parameters import Params, ParamSpecs
 from jaxserve.models.read_fields import FULL, SLIDING, read_one_window, read_sizes, read_windows, refuse
@@ -101,11 +100,7 @@ def layers(
     model: LaidOutModel[Config], params: Params, x: Float[Array, "tokens dim"], batch: TokenBatch, backend: Backend
 ) -> ApplyLayer:
     """Return the function that applies a layer."""
-    config = model.config
-    rope = model.rotation(batch)
-    return lambda i, x, params, kv, at: decoder_layer(
-        x, params, batch, kv, at, rope, AttentionSettings(config.norm_eps, backend, config.windows[i])
-    )
+    return layer_function(model, batch, backend)
 
 
 def head(

@@ -7,12 +7,11 @@ import dataclasses
 import numpy as np
 from jaxtyping import Array, Float
 
-from jaxserve.layers.attention import AttentionSettings
-from jaxserve.layers.batch import KVLayer, KVPools, LayerOutput, TokenBatch
+from jaxserve.layers.batch import TokenBatch
 from jaxserve.model_source.fields import NORM_EPSILON, Fields
 from jaxserve.models import llama
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.decoder import ApplyLayer, LayerParams, decoder_layer
+from jaxserve.models.decoder import ApplyLayer, LayerParams, layer_function
 from jaxserve.models.layout import LaidOutModel
 from jaxserve.models.parameters import Params, ParamSpecs
 from jaxserve.models.read_fields import read_one_window, read_sizes, refuse
@@ -78,11 +77,4 @@ def layers(
     model: LaidOutModel[Config], params: Params, x: Float[Array, "tokens dim"], batch: TokenBatch, backend: Backend
 ) -> ApplyLayer:
     """Return the function that applies a layer."""
-    config = model.config
-    rope = model.rotation(batch)
-
-    def apply(i: int, x: Array, params: LayerParams, kv: KVPools, at: KVLayer) -> LayerOutput:
-        settings = AttentionSettings(config.norm_eps, backend, config.windows[i])
-        return decoder_layer(x, params, batch, kv, at, rope, settings, activation=_ACTIVATION)
-
-    return apply
+    return layer_function(model, batch, backend, activation=_ACTIVATION)

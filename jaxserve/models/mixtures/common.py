@@ -8,13 +8,12 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Array, Float
 
-from jaxserve.layers.attention import AttentionSettings
-from jaxserve.layers.batch import KVLayer, KVPools, LayerOutput, TokenBatch
+from jaxserve.layers.batch import TokenBatch
 from jaxserve.layers.mixture import MixtureParams, MixtureSettings
 from jaxserve.layers.mlp import MlpParams
 from jaxserve.models import llama
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.decoder import ApplyLayer, LayerParams, decoder_layer
+from jaxserve.models.decoder import ApplyLayer, LayerParams, layer_function
 from jaxserve.models.layout import AnyModel, LaidOutModel
 from jaxserve.models.parameters import Params, ParamSpecs
 from pallas_kernels.expert_routing import Routing
@@ -164,9 +163,4 @@ def layers(
     config = model.config
     rope = model.rotation(batch)
     experts = mixture_settings(model, config.routing, config.gate, batch, backend.target)
-
-    def apply(i: int, x: Array, params: LayerParams, kv: KVPools, at: KVLayer) -> LayerOutput:
-        settings = AttentionSettings(config.norm_eps, backend, config.windows[i])
-        return decoder_layer(x, params, batch, kv, at, rope, settings, experts=experts)
-
-    return apply
+    return layer_function(model, batch, backend, [rope] * config.num_layers, experts=experts)
