@@ -103,7 +103,7 @@ class NaiveDrafts:
             found = family(head).forward(head, params[1], embedded, features, own, kv, REFERENCE).hidden
             of_target = functools.partial(family(target).head, target, params[0])
             logits = family(head).logits(head, params[1], found, of_target)
-            logits = jnp.where(jnp.arange(logits.shape[1]) < target.vocab_size, logits, -jnp.inf)
+            logits = jnp.where(jnp.arange(logits.shape[1]) < target.config.vocab_size, logits, -jnp.inf)
             return found, logits
 
         specs, none = partitions(deployment.all_params), PartitionSpec()
