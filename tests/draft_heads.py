@@ -65,8 +65,7 @@ def write_target_and_head(folder: Path, model: dict[str, Any], method: str) -> d
     trees = [abstract_params(LaidOutModel(target), f32)]
     settings = {"model": str(folder / "model"), "speculative_method": method}
     if method == "mtp":
-        own = mtp.config_of(target)
-        trees.append(mtp.abstract(own, f32))
+        trees.append(mtp.abstract(LaidOutModel(mtp.config_of(target)), f32))
     else:
         raw = {name: value for name, value in model.items() if name != "model_type"} | HEADS[method]
         head = parse_draft_head(raw, "head", method, ())
