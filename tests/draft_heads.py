@@ -64,8 +64,7 @@ def write_target_and_head(folder: Path, model: dict[str, Any], method: str) -> d
     trees = [abstract_params(LaidOutModel(target), f32)]
     settings = {"model": str(folder / "model"), "speculative_method": method}
     if method == "mtp":
-        own = mtp.config_of(target)
-        trees.append(mtp.abstract(own, f32))
+        trees.append(mtp.abstract(LaidOutModel(mtp.config_of(target)), f32))
     else:
         raw = {name: value for name, value in model.items() if name != "model_type"} | HEADS[method]
         head = parse_draft_head(raw, "head", method, ())
@@ -102,7 +101,7 @@ class NaiveDrafts:
             found = family(head).forward(head, params[1], embedded, features, own, kv, REFERENCE).hidden
             of_target = functools.partial(family(target).head, target, params[0])
             logits = family(head).logits(head, params[1], found, of_target)
-            logits = jnp.where(jnp.arange(logits.shape[1]) < target.vocab_size, logits, -jnp.inf)
+            logits = jnp.where(jnp.arange(logits.shape[1]) < target.config.vocab_size, logits, -jnp.inf)
             return found, logits
 
         specs, none = partitions(deployment.all_params), PartitionSpec()

@@ -19,7 +19,7 @@ from jaxserve.layers.rope import Rotation
 from jaxserve.model_source.fields import LAYERS, NORM_EPSILON, POSITIVE, Fields
 from jaxserve.models import llama
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.decoder import ApplyLayer
+from jaxserve.models.decoder import ApplyLayer, layer_function
 from jaxserve.models.layout import LaidOutModel
 from jaxserve.models.parameters import LayerNormParams, Params, ParamSpecs
 from jaxserve.models.read_fields import periodic_layer_types, read_sizes, read_windows, refuse
@@ -98,15 +98,9 @@ def layers(
     model: LaidOutModel[Config], params: Params, x: Float[Array, "tokens dim"], batch: TokenBatch, backend: Backend
 ) -> ApplyLayer:
     """Return the function that applies a layer."""
-    config = model.config
     rope = model.rotation(batch)
-
-    def apply(i: int, x: Array, params: LayerParams, kv: KVPools, at: KVLayer) -> LayerOutput:
-        window = config.windows[i]
-        settings = AttentionSettings(config.norm_eps, backend, window)
-        return _layer(x, params, batch, kv, at, None if window is None else rope, settings)
-
-    return apply
+    ropes = [None if window is None else rope for window in model.config.windows]
+    return layer_function(model, batch, backend, ropes, layer=_layer)
 
 
 @functools.partial(jax.jit, static_argnames="settings")

@@ -1,21 +1,40 @@
-"""Runs the layers of a model one after another: the loop that all families share. A family supplies its layer."""
+"""Runs the layers of a model one after another, and has the layer that most families share; others supply their own."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxserve.layers.batch import KVLayer, KVPools, LayerOutput
+from jaxserve.layers.attention import AttentionParams, AttentionSettings, self_attention
+from jaxserve.layers.batch import KVLayer, KVPools, LayerOutput, TokenBatch
+from jaxserve.layers.mixture import MixtureParams, MixtureSettings, mixture
+from jaxserve.layers.mlp import MlpParams, mlp
 from jaxserve.layers.norm import layer_norm, rms_norm
+from jaxserve.layers.rope import Rotation
 from jaxserve.models.layout import AnyModel
 from jaxserve.models.parameters import LayerNormParams
+from pallas_kernels.paged_attention import Backend
 
 ApplyLayer = Callable[[int, Float[Array, "tokens dim"], Any, KVPools, KVLayer], LayerOutput]
 """Applies the layer of an index to hidden states, with its weights, the pools, and the place of its keys and values."""
+
+
+@flax.struct.dataclass
+class LayerParams:
+    """The weights of one decoder layer. Norms of what attention and feed-forward block add may be None."""
+
+    attention_norm: Array | LayerNormParams
+    attention: AttentionParams
+    attended_norm: Array | None
+    mlp_norm: Array | LayerNormParams
+    mlp: MlpParams | MixtureParams
+    mlp_output_norm: Array | None
 
 
 def apply_layers(
@@ -42,9 +61,93 @@ def apply_layers(
     return LayerOutput(x, kv, jnp.stack(loads) if loads else None, tuple(features))
 
 
-@jax.named_scope("final_norm")
-def final_norm(x: Float[Array, "tokens dim"], params: Any, eps: float) -> Float[Array, "tokens dim"]:
-    """Apply the norm after the last layer."""
+@functools.partial(jax.jit, static_argnames=("settings", "activation", "multiplier", "experts"))
+def decoder_layer(
+    x: Float[Array, "tokens dim"],
+    params: LayerParams,
+    batch: TokenBatch,
+    kv: KVPools,
+    at: KVLayer,
+    rope: Rotation | None,
+    settings: AttentionSettings,
+    query_scale: Float[Array, " tokens"] | None = None,
+    *,
+    activation: str = "silu",
+    multiplier: float | None = None,
+    experts: MixtureSettings | None = None,
+) -> LayerOutput:
+    """Apply the layer that most families have: attention, then a feed-forward block or a mixture of `experts`.
+
+    What both add is multiplied by `multiplier`. Jitted so that it is traced once for equal layers; the compiler inlines
+    it.
+    """
+    x, kv = attend(x, params, batch, kv, at, rope, settings, query_scale, multiplier)
+    normed, load = norm(x, params.mlp_norm, settings.norm_eps), None
+    if isinstance(params.mlp, MlpParams):
+        out = mlp(normed, params.mlp, activation)
+    else:
+        assert experts is not None
+        out, load = mixture(normed, params.mlp, batch.live, experts)
+    return LayerOutput(x + _added(out, params.mlp_output_norm, settings.norm_eps, multiplier), kv, load)
+
+
+def layer_function(
+    model: AnyModel,
+    batch: TokenBatch,
+    backend: Backend,
+    ropes: Sequence[Rotation | None] | None = None,
+    *,
+    layer: Callable[..., LayerOutput] = decoder_layer,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    **options: Any,
+) -> ApplyLayer:
+    """Return the function that applies `layer` with the window and the rotation of each layer, and with these options.
+
+    `ropes` are by layer, by default the one of the config. `scale` and `soft_cap` are as in `AttentionSettings`.
+    """
+    config = model.config
+    rotations = [model.rotation(batch)] * config.num_layers if ropes is None else ropes
+
+    def apply(i: int, x: Array, params: Any, kv: KVPools, at: KVLayer) -> LayerOutput:
+        settings = AttentionSettings(config.norm_eps, backend, config.windows[i], scale, soft_cap)
+        return layer(x, params, batch, kv, at, rotations[i], settings, **options)
+
+    return apply
+
+
+def attend(
+    x: Float[Array, "tokens dim"],
+    params: LayerParams,
+    batch: TokenBatch,
+    kv: KVPools,
+    at: KVLayer,
+    rope: Rotation | None,
+    settings: AttentionSettings,
+    query_scale: Float[Array, " tokens"] | None = None,
+    multiplier: float | None = None,
+) -> tuple[Float[Array, "tokens dim"], KVPools]:
+    """Apply the attention of a layer, between its norms, and add it."""
+    normed = norm(x, params.attention_norm, settings.norm_eps)
+    attended, kv = self_attention(normed, params.attention, batch, kv, at, rope, settings, query_scale)
+    return x + _added(attended, params.attended_norm, settings.norm_eps, multiplier), kv
+
+
+def _added(
+    x: Float[Array, "tokens dim"], weight: Array | None, eps: float, multiplier: float | None
+) -> Float[Array, "tokens dim"]:
+    """Return what a layer adds of the output of a block."""
+    normed = x if weight is None else rms_norm(x, weight, eps)
+    return normed if multiplier is None else times(normed, multiplier)
+
+
+def norm(x: Float[Array, "tokens dim"], params: Any, eps: float) -> Float[Array, "tokens dim"]:
+    """Apply a norm of a family: a layer norm if it has the weights of one, else a root mean square norm."""
     if isinstance(params, LayerNormParams):
         return layer_norm(x, params.weight, params.bias, eps)
     return rms_norm(x, params, eps)
+
+
+def times(x: Array, factor: float) -> Array:
+    """Multiply in float32, because a factor such as 0.22 loses digits in bfloat16."""
+    return (x.astype(jnp.float32) * factor).astype(x.dtype)

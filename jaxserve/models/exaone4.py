@@ -7,14 +7,13 @@ import dataclasses
 import numpy as np
 from jaxtyping import Array, Float
 
-from jaxserve.layers.attention import AttentionSettings
-from jaxserve.layers.batch import KVLayer, KVPools, LayerOutput, TokenBatch
+from jaxserve.layers.batch import TokenBatch
 from jaxserve.model_source.fields import LAYERS, NORM_EPSILON, Fields
 from jaxserve.models import llama
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.decoder import ApplyLayer
+from jaxserve.models.decoder import ApplyLayer, layer_function
 from jaxserve.models.layout import LaidOutModel
-from jaxserve.models.olmo import LayerParams, decoder_layer
+from jaxserve.models.olmo import LayerParams, norms_last
 from jaxserve.models.parameters import Params, ParamSpecs
 from jaxserve.models.read_fields import FULL, SLIDING, periodic_layer_types, read_sizes, read_windows, refuse
 from jaxserve.models.rope import read_rope
@@ -81,11 +80,6 @@ def layers(
     model: LaidOutModel[Config], params: Params, x: Float[Array, "tokens dim"], batch: TokenBatch, backend: Backend
 ) -> ApplyLayer:
     """Return the function that applies a layer."""
-    config = model.config
     rope = model.rotation(batch)
-
-    def apply(i: int, x: Array, params: LayerParams, kv: KVPools, at: KVLayer) -> LayerOutput:
-        settings = AttentionSettings(config.norm_eps, backend, config.windows[i])
-        return decoder_layer(x, params, batch, kv, at, rope if config.rotated[i] else None, settings)
-
-    return apply
+    ropes = [rope if rotated else None for rotated in model.config.rotated]
+    return layer_function(model, batch, backend, ropes, layer=norms_last)

@@ -7,24 +7,18 @@ their own.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Final
 
-import flax.struct
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxserve.layers import embedding
-from jaxserve.layers.attention import AttentionParams, AttentionSettings, self_attention
-from jaxserve.layers.batch import KVLayer, KVPools, LayerOutput, TokenBatch
-from jaxserve.layers.mlp import MlpParams, mlp
-from jaxserve.layers.norm import rms_norm
-from jaxserve.layers.rope import RopeConfig, Rotation
+from jaxserve.layers.batch import TokenBatch
+from jaxserve.layers.rope import RopeConfig
 from jaxserve.model_source.fields import CONTEXT, LAYERS, NORM_EPSILON, POSITIVE, ROPE_THETA, Fields
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.decoder import ApplyLayer
+from jaxserve.models.decoder import ApplyLayer, LayerParams, layer_function
 from jaxserve.models.layout import LaidOutModel
 from jaxserve.models.parameters import Params, ParamSpecs
 from jaxserve.models.read_fields import FULL, SLIDING, periodic_layer_types, read_sizes, read_windows, refuse
@@ -45,18 +39,6 @@ class Config(ModelConfig):
     qk_norm: bool
     score_cap: float | None
     logit_cap: float | None
-
-
-@flax.struct.dataclass
-class LayerParams:
-    """The weights of one decoder layer."""
-
-    attention_norm: Array
-    attention: AttentionParams
-    attended_norm: Array
-    mlp_norm: Array
-    mlp: MlpParams
-    mlp_output_norm: Array
 
 
 def parse(fields: Fields) -> Config:
@@ -151,44 +133,15 @@ def layers(
     """Return the function that applies a layer."""
     config = model.config
     full, local = (model.rotation(batch, rope) for rope in (config.rope, config.local_rope))
-
-    def apply(i: int, x: Array, params: LayerParams, kv: KVPools, at: KVLayer) -> LayerOutput:
-        window = config.windows[i]
-        settings = AttentionSettings(config.norm_eps, backend, window, config.attention_scale, config.score_cap)
-        return decoder_layer(x, params, batch, kv, at, full if window is None else local, settings)
-
-    return apply
-
-
-@functools.partial(jax.jit, static_argnames="settings")
-def decoder_layer(
-    x: Float[Array, "tokens dim"],
-    params: LayerParams,
-    batch: TokenBatch,
-    kv: KVPools,
-    at: KVLayer,
-    rope: Rotation,
-    settings: AttentionSettings,
-) -> LayerOutput:
-    """Apply one decoder layer. Jitted so that it is traced once for all layers; the compiler inlines it."""
-    x, kv = attend(x, params, batch, kv, at, rope, settings)
-    out = mlp(rms_norm(x, params.mlp_norm, settings.norm_eps), params.mlp, ACTIVATION)
-    return LayerOutput(x + rms_norm(out, params.mlp_output_norm, settings.norm_eps), kv)
-
-
-def attend(
-    x: Float[Array, "tokens dim"],
-    params: LayerParams,
-    batch: TokenBatch,
-    kv: KVPools,
-    at: KVLayer,
-    rope: Rotation,
-    settings: AttentionSettings,
-) -> tuple[Float[Array, "tokens dim"], KVPools]:
-    """Apply the attention of a layer, between its norms, and add it."""
-    normed = rms_norm(x, params.attention_norm, settings.norm_eps)
-    attended, kv = self_attention(normed, params.attention, batch, kv, at, rope, settings)
-    return x + rms_norm(attended, params.attended_norm, settings.norm_eps), kv
+    return layer_function(
+        model,
+        batch,
+        backend,
+        [full if window is None else local for window in config.windows],
+        scale=config.attention_scale,
+        soft_cap=config.score_cap,
+        activation=ACTIVATION,
+    )
 
 
 def head(

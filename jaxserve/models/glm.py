@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import flax.struct
-import jax
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
-from jaxserve.layers.attention import AttentionParams, AttentionSettings, self_attention
-from jaxserve.layers.batch import KVLayer, KVPools, LayerOutput, TokenBatch
-from jaxserve.layers.mlp import MlpParams, mlp
-from jaxserve.layers.norm import rms_norm
-from jaxserve.layers.rope import Rotation
+from jaxserve.layers.attention import AttentionParams
+from jaxserve.layers.mlp import MlpParams
 from jaxserve.model_source.fields import NORM_EPSILON, Fields
 from jaxserve.models import llama
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.decoder import ApplyLayer
 from jaxserve.models.layout import LaidOutModel
 from jaxserve.models.parameters import Params, ParamSpecs
 from jaxserve.models.read_fields import read_sizes, refuse
 from jaxserve.models.rope import read_rope
-from pallas_kernels.paged_attention import Backend
 
-embed, head = llama.embed, llama.head
+embed, layers, head = llama.embed, llama.layers, llama.head
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,6 +40,11 @@ class LayerParams:
     mlp_norm: Array
     mlp: MlpParams
     mlp_output_norm: Array | None
+
+    @property
+    def attended_norm(self) -> Array | None:
+        """The norm of what attention adds, by the name that other families have for it."""
+        return self.attention_output_norm
 
 
 def parse(fields: Fields) -> Config:
@@ -82,35 +80,3 @@ def abstract(model: LaidOutModel[Config], dtype: np.dtype) -> Params:
         )
 
     return declare.decoder(layer)
-
-
-def layers(
-    model: LaidOutModel[Config], params: Params, x: Float[Array, "tokens dim"], batch: TokenBatch, backend: Backend
-) -> ApplyLayer:
-    """Return the function that applies a layer."""
-    config = model.config
-    rope = model.rotation(batch)
-    settings = AttentionSettings(config.norm_eps, backend)
-    return lambda i, x, params, kv, at: _layer(x, params, batch, kv, at, rope, settings)
-
-
-@functools.partial(jax.jit, static_argnames="settings")
-def _layer(
-    x: Float[Array, "tokens dim"],
-    params: LayerParams,
-    batch: TokenBatch,
-    kv: KVPools,
-    at: KVLayer,
-    rope: Rotation,
-    settings: AttentionSettings,
-) -> LayerOutput:
-    """Apply one decoder layer. Jitted so that it is traced once for all layers; the compiler inlines it."""
-    normed = rms_norm(x, params.attention_norm, settings.norm_eps)
-    attended, kv = self_attention(normed, params.attention, batch, kv, at, rope, settings)
-    x = x + _normed(attended, params.attention_output_norm, settings.norm_eps)
-    out = mlp(rms_norm(x, params.mlp_norm, settings.norm_eps), params.mlp)
-    return LayerOutput(x + _normed(out, params.mlp_output_norm, settings.norm_eps), kv)
-
-
-def _normed(x: Float[Array, "tokens dim"], weight: Array | None, eps: float) -> Float[Array, "tokens dim"]:
-    return x if weight is None else rms_norm(x, weight, eps)

@@ -6,25 +6,17 @@ They are Llamas that multiply embeddings, attention scores and what each block a
 from __future__ import annotations
 
 import dataclasses
-import functools
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxserve.errors import ConfigError
 from jaxserve.layers import embedding
-from jaxserve.layers.attention import AttentionSettings, self_attention
-from jaxserve.layers.batch import KVLayer, KVPools, LayerOutput, TokenBatch
-from jaxserve.layers.mlp import mlp
-from jaxserve.layers.norm import rms_norm
-from jaxserve.layers.rope import Rotation
+from jaxserve.layers.batch import TokenBatch
 from jaxserve.model_source.fields import NON_NEGATIVE, NORM_EPSILON, POSITIVE, WIDTH, Fields
 from jaxserve.models import llama
-from jaxserve.models.decoder import ApplyLayer
+from jaxserve.models.decoder import ApplyLayer, layer_function, times
 from jaxserve.models.layout import LaidOutModel
-from jaxserve.models.llama import LayerParams
 from jaxserve.models.parameters import Params
 from jaxserve.models.read_fields import FULL, read_sizes, refuse
 from jaxserve.models.rope import read_rope
@@ -96,7 +88,7 @@ def abstract(model: LaidOutModel[Config], dtype: np.dtype) -> Params:
 
 def embed(model: LaidOutModel[Config], params: Params, batch: TokenBatch) -> Float[Array, "tokens dim"]:
     """Return the multiplied embeddings of the batch's tokens."""
-    return _times(embedding.embed(batch.tokens, params.embedding), model.config.embedding_multiplier)
+    return times(embedding.embed(batch.tokens, params.embedding), model.config.embedding_multiplier)
 
 
 def layers(
@@ -104,33 +96,9 @@ def layers(
 ) -> ApplyLayer:
     """Return the function that applies a layer."""
     config = model.config
-    rope = model.rotation(batch) if config.rotates else None
-    settings = AttentionSettings(config.norm_eps, backend, scale=config.attention_multiplier)
-    return lambda i, x, params, kv, at: _layer(x, params, batch, kv, at, rope, settings, config.residual_multiplier)
-
-
-@functools.partial(jax.jit, static_argnames=("settings", "multiplier"))
-def _layer(
-    x: Float[Array, "tokens dim"],
-    params: LayerParams,
-    batch: TokenBatch,
-    kv: KVPools,
-    at: KVLayer,
-    rope: Rotation | None,
-    settings: AttentionSettings,
-    multiplier: float,
-) -> LayerOutput:
-    """Apply one decoder layer."""
-    normed = rms_norm(x, params.attention_norm, settings.norm_eps)
-    attended, kv = self_attention(normed, params.attention, batch, kv, at, rope, settings)
-    x = x + _times(attended, multiplier)
-    out = mlp(rms_norm(x, params.mlp_norm, settings.norm_eps), params.mlp)
-    return LayerOutput(x + _times(out, multiplier), kv)
-
-
-def _times(x: Array, factor: float) -> Array:
-    """Multiply in float32, because a factor such as 0.22 loses digits in bfloat16."""
-    return (x.astype(jnp.float32) * factor).astype(x.dtype)
+    ropes = [model.rotation(batch) if config.rotates else None] * config.num_layers
+    multiplier, scale = config.residual_multiplier, config.attention_multiplier
+    return layer_function(model, batch, backend, ropes, scale=scale, multiplier=multiplier)
 
 
 def head(

@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
-import flax.struct
-import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxserve.errors import ConfigError
 from jaxserve.layers import embedding
-from jaxserve.layers.attention import AttentionParams, AttentionSettings, self_attention
-from jaxserve.layers.batch import KVLayer, KVPools, LayerOutput, TokenBatch
-from jaxserve.layers.mlp import MlpParams, mlp
-from jaxserve.layers.norm import rms_norm
-from jaxserve.layers.rope import Rotation
+from jaxserve.layers.batch import TokenBatch
 from jaxserve.model_source.fields import LAYERS, NORM_EPSILON, Fields, Range
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.decoder import ApplyLayer
+from jaxserve.models.decoder import ApplyLayer, LayerParams, layer_function
 from jaxserve.models.layout import LaidOutModel
 from jaxserve.models.parameters import Params, ParamSpecs
 from jaxserve.models.read_fields import FULL, SLIDING, read_one_window, read_sizes, read_windows, refuse
@@ -36,16 +29,6 @@ class Config(ModelConfig):
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-
-
-@flax.struct.dataclass
-class LayerParams:
-    """The weights of one decoder layer."""
-
-    attention_norm: Array
-    attention: AttentionParams
-    mlp_norm: Array
-    mlp: MlpParams
 
 
 def parse(fields: Fields) -> Config:
@@ -99,8 +82,10 @@ def abstract(
                 fused=qkv,
                 **dict(zip(("q_norm", "k_norm"), norms)),
             ),
+            attended_norm=None,
             mlp_norm=declare.vector(f"{name}.post_attention_layernorm.weight"),
             mlp=declare.mlp(f"{name}.{block}", bias=config.mlp_bias, **mlp),
+            mlp_output_norm=None,
         )
 
     return declare.decoder(layer)
@@ -115,29 +100,7 @@ def layers(
     model: LaidOutModel[Config], params: Params, x: Float[Array, "tokens dim"], batch: TokenBatch, backend: Backend
 ) -> ApplyLayer:
     """Return the function that applies a layer."""
-    config = model.config
-    rope = model.rotation(batch)
-    return lambda i, x, params, kv, at: decoder_layer(
-        x, params, batch, kv, at, rope, AttentionSettings(config.norm_eps, backend, config.windows[i])
-    )
-
-
-@functools.partial(jax.jit, static_argnames="settings")
-def decoder_layer(
-    x: Float[Array, "tokens dim"],
-    params: LayerParams,
-    batch: TokenBatch,
-    kv: KVPools,
-    at: KVLayer,
-    rope: Rotation | None,
-    settings: AttentionSettings,
-    query_scale: Float[Array, " tokens"] | None = None,
-) -> LayerOutput:
-    """Apply one decoder layer. Jitted so that it is traced once for all layers; the compiler inlines it."""
-    normed = rms_norm(x, params.attention_norm, settings.norm_eps)
-    attended, kv = self_attention(normed, params.attention, batch, kv, at, rope, settings, query_scale)
-    x = x + attended
-    return LayerOutput(x + mlp(rms_norm(x, params.mlp_norm, settings.norm_eps), params.mlp), kv)
+    return layer_function(model, batch, backend)
 
 
 def head(

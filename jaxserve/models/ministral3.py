@@ -6,12 +6,11 @@ import dataclasses
 
 from jaxtyping import Array, Float
 
-from jaxserve.layers.attention import AttentionSettings
-from jaxserve.layers.batch import KVLayer, KVPools, LayerOutput, TokenBatch
+from jaxserve.layers.batch import TokenBatch
 from jaxserve.layers.rope import query_scale
 from jaxserve.model_source.fields import NON_NEGATIVE, NORM_EPSILON, Fields
 from jaxserve.models import llama
-from jaxserve.models.decoder import ApplyLayer
+from jaxserve.models.decoder import ApplyLayer, layer_function
 from jaxserve.models.layout import LaidOutModel
 from jaxserve.models.parameters import Params
 from jaxserve.models.read_fields import read_one_window, read_sizes, refuse
@@ -49,12 +48,6 @@ def layers(
     model: LaidOutModel[Config], params: Params, x: Float[Array, "tokens dim"], batch: TokenBatch, backend: Backend
 ) -> ApplyLayer:
     """Return the function that applies a layer."""
-    config = model.config
-    rope = model.rotation(batch)
+    config, ropes = model.config, [model.rotation(batch)] * model.config.num_layers
     scale = query_scale(batch.positions, config.query_growth, config.rope.original_max_position)
-
-    def apply(i: int, x: Array, params: llama.LayerParams, kv: KVPools, at: KVLayer) -> LayerOutput:
-        settings = AttentionSettings(config.norm_eps, backend, config.windows[i])
-        return llama.decoder_layer(x, params, batch, kv, at, rope, settings, scale)
-
-    return apply
+    return layer_function(model, batch, backend, ropes, query_scale=scale)

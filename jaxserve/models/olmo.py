@@ -23,7 +23,7 @@ from jaxserve.layers.rope import RopeConfig, Rotation
 from jaxserve.model_source.fields import NORM_EPSILON, Fields
 from jaxserve.models import llama
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.decoder import ApplyLayer
+from jaxserve.models.decoder import ApplyLayer, layer_function
 from jaxserve.models.layout import LaidOutModel
 from jaxserve.models.parameters import Params, ParamSpecs
 from jaxserve.models.read_fields import FULL, SLIDING, periodic_layer_types, read_sizes, read_windows, refuse
@@ -112,17 +112,12 @@ def layers(
     """Return the function that applies a layer."""
     config = model.config
     full, sliding = (model.rotation(batch, rope) for rope in (config.rope, config.sliding_rope))
-
-    def apply(i: int, x: Array, params: LayerParams, kv: KVPools, at: KVLayer) -> LayerOutput:
-        window = config.windows[i]
-        settings = AttentionSettings(config.norm_eps, backend, window)
-        return decoder_layer(x, params, batch, kv, at, full if window is None else sliding, settings)
-
-    return apply
+    ropes = [full if window is None else sliding for window in config.windows]
+    return layer_function(model, batch, backend, ropes, layer=norms_last)
 
 
 @functools.partial(jax.jit, static_argnames="settings")
-def decoder_layer(
+def norms_last(
     x: Float[Array, "tokens dim"],
     params: LayerParams,
     batch: TokenBatch,
@@ -131,7 +126,7 @@ def decoder_layer(
     rope: Rotation | None,
     settings: AttentionSettings,
 ) -> LayerOutput:
-    """Apply one decoder layer. Jitted so that it is traced once for all layers; the compiler inlines it."""
+    """Apply a layer whose norms follow its blocks. Jitted so that it is traced once for all layers."""
     attended, kv = self_attention(x, params.attention, batch, kv, at, rope, settings)
     x = x + rms_norm(attended, params.attention_norm, settings.norm_eps)
     return LayerOutput(x + rms_norm(mlp(x, params.mlp), params.mlp_norm, settings.norm_eps), kv)

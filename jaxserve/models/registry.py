@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping
 from types import ModuleType
 from typing import Any
 
+import jax
 import numpy as np
 from jaxtyping import Array, Float
 
@@ -34,7 +35,7 @@ from jaxserve.models import (
     starcoder2,
 )
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.decoder import apply_layers, final_norm
+from jaxserve.models.decoder import apply_layers, norm
 from jaxserve.models.draft_heads import eagle, mtp
 from jaxserve.models.layout import AnyModel
 from jaxserve.models.read_fields import refuse_unread
@@ -158,7 +159,8 @@ def forward(
 ) -> LayerOutput:
     """Apply the layers of a model and its last norm to embeddings."""
     out = apply_layers(model, family(model).layers(model, params, x, batch, backend), params.layers, x, kv)
-    return dataclasses.replace(out, hidden=final_norm(out.hidden, params.norm, model.config.norm_eps))
+    with jax.named_scope("final_norm"):
+        return dataclasses.replace(out, hidden=norm(out.hidden, params.norm, model.config.norm_eps))
 
 
 def parse_draft_head(raw: Mapping[str, Any], where: str, method: str, tensors: Collection[str]) -> ModelConfig:

@@ -9,11 +9,10 @@ import dataclasses
 
 from jaxtyping import Array, Float
 
-from jaxserve.layers.attention import AttentionSettings
-from jaxserve.layers.batch import KVLayer, KVPools, LayerOutput, TokenBatch
+from jaxserve.layers.batch import TokenBatch
 from jaxserve.model_source.fields import LAYERS, NORM_EPSILON, Fields
 from jaxserve.models import llama
-from jaxserve.models.decoder import ApplyLayer
+from jaxserve.models.decoder import ApplyLayer, layer_function
 from jaxserve.models.layout import LaidOutModel
 from jaxserve.models.parameters import Params
 from jaxserve.models.read_fields import FULL, SLIDING, read_sizes, read_windows, refuse
@@ -67,11 +66,5 @@ def layers(
     model: LaidOutModel[Config], params: Params, x: Float[Array, "tokens dim"], batch: TokenBatch, backend: Backend
 ) -> ApplyLayer:
     """Return the function that applies a layer."""
-    config = model.config
     rope = model.rotation(batch)
-
-    def apply(i: int, x: Array, params: llama.LayerParams, kv: KVPools, at: KVLayer) -> LayerOutput:
-        settings = AttentionSettings(config.norm_eps, backend, config.windows[i])
-        return llama.decoder_layer(x, params, batch, kv, at, rope if config.rotates[i] else None, settings)
-
-    return apply
+    return layer_function(model, batch, backend, [rope if rotates else None for rotates in model.config.rotates])

@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 
-import flax.struct
-import jax
 import numpy as np
 from jaxtyping import Array, Float
 
-from jaxserve.layers.attention import AttentionParams, AttentionSettings, self_attention
-from jaxserve.layers.batch import KVLayer, KVPools, LayerOutput, TokenBatch
-from jaxserve.layers.mlp import MlpParams, mlp
-from jaxserve.layers.norm import layer_norm
-from jaxserve.layers.rope import Rotation
+from jaxserve.layers.batch import TokenBatch
 from jaxserve.model_source.fields import NORM_EPSILON, Fields
 from jaxserve.models import llama
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.decoder import ApplyLayer
+from jaxserve.models.decoder import ApplyLayer, LayerParams, layer_function
 from jaxserve.models.layout import LaidOutModel
-from jaxserve.models.parameters import LayerNormParams, Params, ParamSpecs
+from jaxserve.models.parameters import Params, ParamSpecs
 from jaxserve.models.read_fields import read_one_window, read_sizes, refuse
 from jaxserve.models.rope import read_rope
 from pallas_kernels.paged_attention import Backend
@@ -35,16 +28,6 @@ class Config(ModelConfig):
     """The config of the family."""
 
     bias: bool
-
-
-@flax.struct.dataclass
-class LayerParams:
-    """The weights of one decoder layer."""
-
-    attention_norm: LayerNormParams
-    attention: AttentionParams
-    mlp_norm: LayerNormParams
-    mlp: MlpParams
 
 
 def parse(fields: Fields) -> Config:
@@ -81,8 +64,10 @@ def abstract(model: LaidOutModel[Config], dtype: np.dtype) -> Params:
             attention=declare.attention(
                 f"{name}.self_attn", config.rope, qkv_bias=config.bias, output_bias=config.bias
             ),
+            attended_norm=None,
             mlp_norm=declare.layer_norm(f"{name}.post_attention_layernorm", bias=True),
             mlp=declare.mlp(f"{name}.mlp", "c_fc", down="c_proj", bias=config.bias),
+            mlp_output_norm=None,
         )
 
     return declare.decoder(layer, declare.layer_norm("model.norm", bias=True))
@@ -92,26 +77,4 @@ def layers(
     model: LaidOutModel[Config], params: Params, x: Float[Array, "tokens dim"], batch: TokenBatch, backend: Backend
 ) -> ApplyLayer:
     """Return the function that applies a layer."""
-    config = model.config
-    rope = model.rotation(batch)
-    return lambda i, x, params, kv, at: _layer(
-        x, params, batch, kv, at, rope, AttentionSettings(config.norm_eps, backend, config.windows[i])
-    )
-
-
-@functools.partial(jax.jit, static_argnames="settings")
-def _layer(
-    x: Float[Array, "tokens dim"],
-    params: LayerParams,
-    batch: TokenBatch,
-    kv: KVPools,
-    at: KVLayer,
-    rope: Rotation,
-    settings: AttentionSettings,
-) -> LayerOutput:
-    """Apply one decoder layer. Jitted so that it is traced once for all layers; the compiler inlines it."""
-    normed = layer_norm(x, params.attention_norm.weight, params.attention_norm.bias, settings.norm_eps)
-    attended, kv = self_attention(normed, params.attention, batch, kv, at, rope, settings)
-    x = x + attended
-    normed = layer_norm(x, params.mlp_norm.weight, params.mlp_norm.bias, settings.norm_eps)
-    return LayerOutput(x + mlp(normed, params.mlp, _ACTIVATION), kv)
+    return layer_function(model, batch, backend, activation=_ACTIVATION)

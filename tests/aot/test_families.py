@@ -43,6 +43,6 @@ def test_a_familys_program_compiles_and_leaves_the_pool_in_place(target: str, mo
     assert read.fault is None
     assert read.alias_bytes >= device_bytes(builder.state_specs, builder.mesh.shape)
     kernels = {name: count for name, count in read.kernels.items() if name.endswith(f"({KERNELS[target]})")}
-    assert sum(kernels.values()) >= builder.context.model.num_layers, read.kernels
+    assert sum(kernels.values()) >= builder.context.model.config.num_layers, read.kernels
     for one in read.own_kernels:
         assert target == "tpu-v6e" or one.stack_bytes == 0, f"{one.kernel} spills"

@@ -61,7 +61,7 @@ def test_a_program_compiles_and_leaves_the_pool_in_place(
     assert read.unread is None
     assert read.alias_bytes >= device_bytes(builder.state_specs, builder.mesh.shape)
     assert read.temp_bytes < device_bytes(builder.state_specs.kv[0].keys, builder.mesh.shape)
-    layers = builder.context.model.num_layers
+    layers = builder.context.model.config.num_layers
     if KINDS[key.kind].is_step:
         kernels = {name: count for name, count in read.kernels.items() if name.endswith(f"({KERNELS[target]})")}
         assert sum(kernels.values()) >= layers, read.kernels

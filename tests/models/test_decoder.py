@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jaxserve.models.decoder import apply_layers, final_norm
+from jaxserve.models.decoder import apply_layers, norm
 from jaxserve.models.layout import LaidOutModel
 from jaxserve.models.registry import abstract_params, family, forward
 from jaxserve.runtime.devices.mesh import partitions, shardings
@@ -52,7 +52,7 @@ def test_two_ranges_of_layers_are_the_whole(name: str) -> None:
         apply = family(model).layers(model, params, x, batch, REFERENCE)
         first = apply_layers(model, apply, params.layers[:middle], x, kv, range(middle))
         last = apply_layers(asked, apply, params.layers[middle:], first.hidden, first.kv, range(middle, layers))
-        hidden = final_norm(last.hidden, params.norm, model.config.norm_eps)
+        hidden = norm(last.hidden, params.norm, model.config.norm_eps)
         loads = [part.expert_tokens for part in (first, last) if part.expert_tokens is not None]
         parts = hidden, last.kv, jnp.concatenate(loads) if loads else None, (x, first.hidden, last.features)
         features = whole.features[0], whole.features[middle], whole.features[middle:]

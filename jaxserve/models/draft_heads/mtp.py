@@ -19,7 +19,7 @@ from jaxserve.layers.batch import KVPools, LayerOutput, TokenBatch
 from jaxserve.layers.linear import linear
 from jaxserve.layers.norm import rms_norm
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.decoder import apply_layers
+from jaxserve.models.decoder import LayerParams, apply_layers
 from jaxserve.models.layout import LaidOutModel
 from jaxserve.models.mixtures import common
 from jaxserve.models.parameters import ParamSpecs
@@ -35,7 +35,7 @@ class Params:
     embedding_norm: Array
     features_norm: Array
     join: Array
-    layer: common.LayerParams
+    layer: LayerParams
     norm: Array
 
 

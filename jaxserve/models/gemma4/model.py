@@ -15,10 +15,10 @@ from jaxserve.layers.attention import AttentionSettings
 from jaxserve.layers.batch import KVLayer, KVPools, LayerOutput, TokenBatch
 from jaxserve.layers.linear import linear
 from jaxserve.layers.mixture import MixtureSettings
-from jaxserve.layers.mlp import ACTIVATIONS, mlp
+from jaxserve.layers.mlp import ACTIVATIONS, MlpParams, mlp
 from jaxserve.layers.norm import rms_norm
 from jaxserve.layers.rope import Rotation
-from jaxserve.models import gemma, parameters
+from jaxserve.models import decoder, gemma, parameters
 from jaxserve.models.decoder import ApplyLayer
 from jaxserve.models.gemma4 import mixture
 from jaxserve.models.gemma4.config import Config
@@ -56,9 +56,12 @@ class LayerInputParams:
 
 
 @flax.struct.dataclass
-class LayerParams(gemma.LayerParams):
+class LayerParams(decoder.LayerParams):
     """The weights of one decoder layer."""
 
+    mlp_norm: Array
+    mlp: MlpParams
+    mlp_output_norm: Array
     mixture: mixture.LayerMixtureParams | None
     layer_input: LayerInputParams | None
     scalar: Float[Array, " 1"]
@@ -171,7 +174,7 @@ def _layer(
     experts: MixtureSettings | None,
 ) -> LayerOutput:
     """Apply one decoder layer. Jitted so that it is traced once for equal layers; the compiler inlines it."""
-    x, kv = gemma.attend(x, params, batch, kv, at, rope, settings)
+    x, kv = decoder.attend(x, params, batch, kv, at, rope, settings)
     out = mlp(rms_norm(x, params.mlp_norm, settings.norm_eps), params.mlp, gemma.ACTIVATION)
     load = None
     if params.mixture is not None and experts is not None:

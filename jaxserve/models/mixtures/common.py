@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any, Literal
 
-import flax.struct
-import jax
 import numpy as np
 from jaxtyping import Array, Float
 
-from jaxserve.layers.attention import AttentionParams, AttentionSettings, self_attention
-from jaxserve.layers.batch import KVLayer, KVPools, LayerOutput, TokenBatch
-from jaxserve.layers.mixture import MixtureParams, MixtureSettings, mixture
-from jaxserve.layers.mlp import MlpParams, mlp
-from jaxserve.layers.norm import rms_norm
-from jaxserve.layers.rope import Rotation
+from jaxserve.layers.batch import TokenBatch
+from jaxserve.layers.mixture import MixtureParams, MixtureSettings
+from jaxserve.layers.mlp import MlpParams
 from jaxserve.models import llama
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.decoder import ApplyLayer
+from jaxserve.models.decoder import ApplyLayer, LayerParams, layer_function
 from jaxserve.models.layout import AnyModel, LaidOutModel
 from jaxserve.models.parameters import Params, ParamSpecs
 from pallas_kernels.expert_routing import Routing
@@ -96,24 +90,6 @@ class Config(ModelConfig):
         return sizes | ({"a shared expert": self.shared_size} if self.shared_size else {})
 
 
-@flax.struct.dataclass
-class LayerParams:
-    """The weights of one decoder layer."""
-
-    attention_norm: Array
-    attention: AttentionParams
-    mlp_norm: Array
-    mlp: MlpParams | MixtureParams
-
-
-@dataclasses.dataclass(frozen=True)
-class LayerSettings:
-    """The static settings of a layer; layers with equal settings share a trace."""
-
-    attention: AttentionSettings
-    mixture: MixtureSettings
-
-
 def abstract(model: LaidOutModel[Config], dtype: np.dtype) -> Params:
     """Return the tree of parameters; each leaf is a `ParamSpec`."""
     config = model.config
@@ -165,8 +141,10 @@ def layer_params(model: LaidOutModel[Config], declare: ParamSpecs, i: int) -> La
             k_norm=qk_norm(attention, "k"),
             sinks=config.sinks,
         ),
+        attended_norm=None,
         mlp_norm=declare.vector(f"{name}.post_attention_layernorm.weight"),
         mlp=block(f"{name}.{names.block}"),
+        mlp_output_norm=None,
     )
 
 
@@ -184,32 +162,5 @@ def layers(
     """Return the function that applies a layer."""
     config = model.config
     rope = model.rotation(batch)
-    of_mixture = mixture_settings(model, config.routing, config.gate, batch, backend.target)
-
-    def apply(i: int, x: Array, params: LayerParams, kv: KVPools, at: KVLayer) -> LayerOutput:
-        settings = LayerSettings(AttentionSettings(config.norm_eps, backend, config.windows[i]), of_mixture)
-        return _layer(x, params, batch, kv, at, rope, settings)
-
-    return apply
-
-
-@functools.partial(jax.jit, static_argnames="settings")
-def _layer(
-    x: Float[Array, "tokens dim"],
-    params: LayerParams,
-    batch: TokenBatch,
-    kv: KVPools,
-    at: KVLayer,
-    rope: Rotation,
-    settings: LayerSettings,
-) -> LayerOutput:
-    """Apply one decoder layer. Jitted so that it is traced once for equal layers; the compiler inlines it."""
-    eps = settings.attention.norm_eps
-    normed = rms_norm(x, params.attention_norm, eps)
-    attended, kv = self_attention(normed, params.attention, batch, kv, at, rope, settings.attention)
-    x = x + attended
-    normed = rms_norm(x, params.mlp_norm, eps)
-    if isinstance(params.mlp, MlpParams):
-        return LayerOutput(x + mlp(normed, params.mlp), kv)
-    mixed, load = mixture(normed, params.mlp, batch.live, settings.mixture)
-    return LayerOutput(x + mixed, kv, load)
+    experts = mixture_settings(model, config.routing, config.gate, batch, backend.target)
+    return layer_function(model, batch, backend, [rope] * config.num_layers, experts=experts)

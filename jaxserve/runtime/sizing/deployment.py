@@ -29,9 +29,9 @@ from jaxserve.runtime.programs.builder import ProgramBuilder
 from jaxserve.runtime.programs.table import program_keys
 from jaxserve.runtime.sizing import determinism
 from jaxserve.runtime.sizing.drafting import Drafting, plan_drafting
+from jaxserve.runtime.sizing.fitted_sizes import fit_sizes
 from jaxserve.runtime.sizing.mesh_validation import check_mesh
-from jaxserve.runtime.sizing.pages import addressable_sizes, slot_and_page_bytes
-from jaxserve.runtime.sizing.sizes import Sizes, attention_problem, resolve_sizes
+from jaxserve.runtime.sizing.sizes import Sizes, attention_problem
 from jaxserve.runtime.step.program import ProgramKey, StepContext
 from jaxserve.runtime.step.state import DeviceState, state_specs
 from jaxserve.step_plan import Capacity
@@ -200,20 +200,17 @@ def deploy(
     describe = functools.partial(
         state_specs, laid_out, kv_dtype=kv_dtype, dtype=dtype, platform=kv_platform(backend), drafter=drafter
     )
-    axes = axis_sizes(data=divided.data, tensor=divided.tensor, expert=divided.expert)
-    weight_bytes = device_bytes((params, None if drafting is None else drafting.params), axes)
-    slot_bytes, page_bytes = slot_and_page_bytes(describe, config, laid_out, divided)
-    resolve = functools.partial(
-        resolve_sizes,
-        model=laid_out,
-        device=device,
-        weight_bytes=weight_bytes,
-        slot_bytes=slot_bytes,
-        bytes_per_token=tuple(size // config.page_size for size in page_bytes),
+    sizes = fit_sizes(
+        config,
+        laid_out,
+        device,
+        divided,
+        backend=backend,
+        describe=describe,
+        params=(params, None if drafting is None else drafting.params),
+        kv_dtype=kv_dtype,
         activations=activations,
-        divided=divided,
     )
-    sizes = addressable_sizes(config, resolve, backend, laid_out, kv_dtype)
     return Deployment(
         config=config,
         model=laid_out,
