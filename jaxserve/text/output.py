@@ -40,28 +40,29 @@ class OutputSoFar:
     """The output of one request so far, as if it had come at once."""
 
     def __init__(self) -> None:
+        self._texts: list[str] = []
         self._delta = OutputDelta()
-        self._new: list[OutputDelta] = []
 
     def add(self, delta: OutputDelta) -> None:
         """Add the next output."""
-        self._new.append(delta)
+        kept = self._delta
+        self._texts.append(delta.text)
+        kept.token_ids += delta.token_ids
+        kept.text_offsets += delta.text_offsets
+        if delta.logprobs:
+            kept.logprobs += delta.logprobs
+        if delta.prompt_logprobs is not None:
+            kept.prompt_logprobs = delta.prompt_logprobs
+        if delta.finish_reason is not None:
+            kept.finish_reason, kept.usage = delta.finish_reason, delta.usage
+            kept.stop_reason, kept.matched_stop = delta.stop_reason, delta.matched_stop
 
     @property
     def delta(self) -> OutputDelta:
         """All that was added."""
-        all_of, new = self._delta, self._new
-        all_of.text = "".join((all_of.text, *(delta.text for delta in new)))
-        for delta in new:
-            all_of.token_ids += delta.token_ids
-            all_of.logprobs += delta.logprobs
-            all_of.text_offsets += delta.text_offsets
-            if delta.prompt_logprobs is not None:
-                all_of.prompt_logprobs = delta.prompt_logprobs
-            all_of.finish_reason, all_of.usage = delta.finish_reason, delta.usage
-            all_of.stop_reason, all_of.matched_stop = delta.stop_reason, delta.matched_stop
-        new.clear()
-        return all_of
+        self._delta.text = "".join(self._texts)
+        self._texts = [self._delta.text]
+        return self._delta
 
 
 class OutputProcessor:
