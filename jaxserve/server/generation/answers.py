@@ -27,7 +27,8 @@ class AnswerPlan:
     """How the answers of a request are read: by `formats`, each of which reads the content of the one before.
 
     Without formats an answer is content only. `reasons`: whether reasoning is told from content; then `shows_reasoning`
-    says whether the client gets it. `held` is the form of calls that a grammar holds in a free answer.
+    says whether the client gets it. `held` is the form of calls that a grammar holds in a free answer. With
+    `reads_special_tokens`, the marks in answers are special tokens, and the text must have these.
     """
 
     formats: tuple[Format, ...]
@@ -36,6 +37,7 @@ class AnswerPlan:
     shows_reasoning: bool
     short_ids: bool
     held: CallText | None = None
+    reads_special_tokens: bool = False
 
     def make_id(self) -> str:
         """Return a new id of a call; Mistral's templates want nine characters."""
@@ -93,7 +95,8 @@ def plan_answer(
         formats.append(held_calls(names.calls.held) if tools.required else names.calls.read(tools.schemas))
     has_free_calls = tools is not None and not tools.required and not names.in_channels
     held = names.calls.free if is_held and has_free_calls else None
-    return AnswerPlan(tuple(formats), tools, reasons, shows_reasoning, names.calls.short_ids, held)
+    special = bool(formats) and names.shows_special_tokens(loaded.tokenizer)
+    return AnswerPlan(tuple(formats), tools, reasons, shows_reasoning, names.calls.short_ids, held, special)
 
 
 def answer_grammar(loaded: LoadedModel, tools: ToolUse | None, form: str, place: Place) -> str:

@@ -12,10 +12,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxserve.api_types import EngineRequest, Usage
+from jaxserve.server.errors import HttpError
 from jaxserve.server.generation.answers import AnswerPart, AnswerPlan, AnswerReader
 from jaxserve.server.generation.generation import Generation
 from jaxserve.server.http.exchange import HttpExchange
-from jaxserve.server.http.sse import DONE, EventStream
+from jaxserve.server.http.sse import DONE, EventStream, error_event
 from jaxserve.server.server_state import LoadedModel, ServerState
 from jaxserve.text.output import OutputDelta, OutputSoFar
 
@@ -94,6 +95,10 @@ class ResponseShape:
         """Return the events that end a stream."""
         return DONE
 
+    def error_event(self, error: HttpError) -> bytes:
+        """Return the event that ends a stream after an error."""
+        return error_event(error)
+
     def body(self, choices: Sequence[ResponseChoice], usage: TotalUsage) -> Any:
         """Return the JSON response of choices that have ended and kept their output."""
         raise NotImplementedError
@@ -132,7 +137,7 @@ async def respond(
 async def _stream(
     generation: Generation, exchange: HttpExchange, choices: list[ResponseChoice], shape: ResponseShape, n: int
 ) -> None:
-    out = EventStream(exchange.send)
+    out = EventStream(exchange.send, shape.error_event)
 
     async def send(index: int, delta: OutputDelta) -> None:
         choice = choices[index]

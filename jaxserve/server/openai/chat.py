@@ -6,22 +6,14 @@ from collections.abc import Sequence
 
 import msgspec
 
-from jaxserve.api_types import FinishReason, StructuredOutputs
-from jaxserve.errors import InvalidRequestError
-from jaxserve.server.generation.answers import (
-    AnswerPart,
-    AnswerPlan,
-    Place,
-    answer_grammar,
-    place_in_reasoning,
-    plan_answer,
-)
-from jaxserve.server.generation.chat_messages import render_prompt, text_of
-from jaxserve.server.generation.engine_requests import check_grammar, engine_requests
-from jaxserve.server.generation.prompts import check_prompt, encode_texts, max_output_tokens
+from jaxserve.api_types import FinishReason
+from jaxserve.server.generation.answers import AnswerPart, AnswerPlan
+from jaxserve.server.generation.conversation import Conversation, prepare_answer
+from jaxserve.server.generation.engine_requests import engine_requests
+from jaxserve.server.generation.prompts import max_output_tokens
 from jaxserve.server.generation.responder import ResponseChoice, TotalUsage, respond
 from jaxserve.server.generation.structured_fields import structured_outputs
-from jaxserve.server.generation.tools import ToolUse, tool_use
+from jaxserve.server.generation.tools import tool_use
 from jaxserve.server.http.exchange import HttpExchange
 from jaxserve.server.openai.chunks import OpenAIShape
 from jaxserve.server.openai.logprobs import chat_logprobs
@@ -40,7 +32,6 @@ from jaxserve.server.openai.responses import (
 )
 from jaxserve.server.server_state import LoadedModel, ServerState
 from jaxserve.text.answers.reader import Kind
-from jaxserve.text.grammars.formats import grammar_of
 from jaxserve.text.output import OutputDelta
 
 
@@ -50,71 +41,32 @@ async def chat_completions(state: ServerState, exchange: HttpExchange, request: 
     request.check_supported()
     requested_limit, logprobs = request.max_output_tokens(), request.num_logprobs()
     tools = tool_use(request.tools, request.tool_choice, several=request.parallel_tool_calls is not False)
-    prompt = await render_prompt(
-        *(state, loaded, request.messages, request, None if tools is None else tools.shown, request.reasoning_effort)
-    )
-    if request.verbosity is not None:
-        loaded.say_once("verbosity changes nothing here: ask for it in a message")
-    place = place_in_reasoning(
-        *(loaded.formats.thinking, prompt.text, text_of(request.messages[-1])),
-        continues=bool(request.continue_final_message),
-    )
-    grammar = await _compile_grammar(state, loaded, tools, structured_outputs(request), place)
-    # By default none are added, since a template writes its own special tokens.
-    (ids,) = await encode_texts(
-        state,
-        loaded,
-        [prompt.written],
+    conversation = Conversation(
+        request.messages,
+        request,
+        tools=tools,
+        form=structured_outputs(request),
+        reasoning_effort=request.reasoning_effort,
         add_special_tokens=request.add_special_tokens is True,
-        param="messages",
-        encoder=prompt.encoder,
-    )
-    check_prompt(ids, loaded.engine.info, param="messages")
-    limit = max_output_tokens(len(ids), requested_limit, None, loaded.engine.info, param="messages")
-    sampling = request.sampling(max_tokens=limit, logprobs=logprobs)
-    plan = plan_answer(
-        loaded,
-        tools,
-        place,
-        is_held=grammar != "",
         separates_reasoning=request.separate_reasoning is not False,
         shows_reasoning=request.include_reasoning is not False,
     )
-    if plan.formats and loaded.formats.shows_special_tokens(loaded.tokenizer):
+    if request.verbosity is not None:
+        loaded.say_once("verbosity changes nothing here: ask for it in a message")
+    ids, grammar, plan = await prepare_answer(state, loaded, conversation)
+    limit = max_output_tokens(len(ids), requested_limit, None, loaded.engine.info, param="messages")
+    sampling = request.sampling(max_tokens=limit, logprobs=logprobs)
+    if plan.reads_special_tokens:
         sampling = msgspec.structs.replace(sampling, skip_special_tokens=False)
     response_id = request.response_id("chatcmpl", exchange.request_id)
-    requests = engine_requests(loaded, response_id, [ids], [sampling], [grammar], request)
+    requests = engine_requests(
+        *(loaded, response_id, [ids], [sampling], [grammar]),
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+    )
     shape = _ChatShape(state, loaded, request, plan, response_id, len(requests))
     names = (response_id, *request.client_ids)
     await respond(state, loaded, exchange, requests, shape, stream=bool(request.stream), ids=names, plan=plan)
-
-
-async def _compile_grammar(
-    state: ServerState,
-    loaded: LoadedModel,
-    tools: ToolUse | None,
-    asked: tuple[str, StructuredOutputs] | None,
-    place: Place,
-) -> str:
-    """Return the grammar of answers that begin at a place in their reasoning, or "".
-
-    Raises `InvalidRequestError` naming the field at fault. An answer that must be a call needs no form.
-    """
-    field, outputs = asked if asked and not (tools and tools.required) else ("tools", None)
-    if outputs is None and tools is None:
-        return ""
-
-    def compose(tools: ToolUse | None) -> str:
-        form = "" if outputs is None else grammar_of(outputs)
-        return answer_grammar(loaded, tools, form, place)
-
-    try:
-        return await check_grammar(state, loaded, lambda: compose(tools), param=field)
-    except InvalidRequestError:
-        loosened = None if tools is None else tools.loosened()
-        if loosened is None:
-            raise
-    return await check_grammar(state, loaded, lambda: compose(loosened), param=field)
 
 
 class _ChatShape(OpenAIShape):

@@ -37,7 +37,11 @@ async def completions(state: ServerState, exchange: HttpExchange, request: Compl
     samplings = _samplings(loaded, request, prompts)
     grammars = [await compile_grammar(state, loaded, structured_outputs(request))] * len(prompts)
     response_id = request.response_id("cmpl", exchange.request_id)
-    requests = engine_requests(loaded, response_id, prompts, samplings, grammars, request)
+    requests = engine_requests(
+        *(loaded, response_id, prompts, samplings, grammars),
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+    )
     shape = _CompletionShape(state, loaded, request, response_id, len(requests), echoed)
     ids = (response_id, *request.client_ids)
     await respond(state, loaded, exchange, requests, shape, stream=bool(request.stream), ids=ids)

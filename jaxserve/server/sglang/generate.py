@@ -52,7 +52,11 @@ async def generate(state: ServerState, exchange: HttpExchange, request: Generate
     of_prompts = [grammars[where] for where, _ in sampling_params]
     response_id = request.rid if isinstance(request.rid, str) else exchange.request_id
     prompt_rids = _prompt_rids(request, len(prompts))
-    requests = engine_requests(loaded, response_id, prompts, samplings, of_prompts, request)
+    requests = engine_requests(
+        *(loaded, response_id, prompts, samplings, of_prompts),
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+    )
     n = len(requests) // len(prompts)
     ids = [name for rid in prompt_rids for name in _numbered(rid, n)] or _numbered(response_id, len(requests))
     parts: dict[str, tuple[int, ...]] = {name: (index,) for index, name in enumerate(ids)}
