@@ -11,6 +11,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
+
 from jaxserve.api_types import EngineRequest, Usage
 from jaxserve.server.errors import HttpError
 from jaxserve.server.generation.answers import AnswerPart, AnswerPlan, AnswerReader
@@ -118,8 +120,11 @@ async def respond(
 ) -> None:
     """Run `requests` and send one response, whose choices are theirs.
 
-    `/abort_request` finds it by `ids` and the id of the HTTP request, and some of its choices by the ids in `parts`.
+    With a `plan`, answers are taken apart by it. `/abort_request` finds the response by `ids` and the id of the HTTP
+    request, and some of its choices by the ids in `parts`.
     """
+    if plan is not None and plan.reads_special_tokens:
+        requests = [_with_special_tokens(request) for request in requests]
     choices = [ResponseChoice(index, request.prompt_ids, plan) for index, request in enumerate(requests)]
     generation = Generation(state, loaded, requests, exchange.arrival)
     with state.abortable((*ids, exchange.request_id), generation, parts):
@@ -153,6 +158,12 @@ async def _stream(
     async with out:
         usages = await generation.run(send)
         await out.finish(shape.last_events(_total(usages, choices, n)))
+
+
+def _with_special_tokens(request: EngineRequest) -> EngineRequest:
+    """Return a request whose text has its special tokens."""
+    sampling = msgspec.structs.replace(request.sampling, skip_special_tokens=False)
+    return msgspec.structs.replace(request, sampling=sampling)
 
 
 def _total(usages: list[Usage], choices: list[ResponseChoice], n: int) -> TotalUsage:

@@ -56,8 +56,6 @@ async def chat_completions(state: ServerState, exchange: HttpExchange, request: 
     ids, grammar, plan = await prepare_answer(state, loaded, conversation)
     limit = max_output_tokens(len(ids), requested_limit, None, loaded.engine.info, param="messages")
     sampling = request.sampling(max_tokens=limit, logprobs=logprobs)
-    if plan.reads_special_tokens:
-        sampling = msgspec.structs.replace(sampling, skip_special_tokens=False)
     response_id = request.response_id("chatcmpl", exchange.request_id)
     requests = engine_requests(
         *(loaded, response_id, [ids], [sampling], [grammar]),
@@ -79,8 +77,7 @@ class _ChatShape(OpenAIShape):
     def __init__(
         self, state: ServerState, loaded: LoadedModel, request: ChatRequest, plan: AnswerPlan, id: str, num_choices: int
     ) -> None:
-        asked = bool(request.logprobs)
-        super().__init__(loaded.tokenizer, request, id, state.model_name, num_choices, logprobs=asked)
+        super().__init__(state, loaded, request, id, num_choices, logprobs=bool(request.logprobs))
         self._request = request
         self._plan = plan
 
@@ -132,9 +129,7 @@ class _ChatShape(OpenAIShape):
         shaped = ChatChunkChoice(
             index=choice.index,
             delta=_chat_delta(parts) if parts or delta.finish_reason is not None else ChatDelta(content=""),
-            logprobs=chat_logprobs(self.tokenizer, delta.logprobs)
-            if self._request.logprobs and delta.logprobs
-            else None,
+            logprobs=chat_logprobs(self.tokenizer, delta.logprobs) if delta.logprobs else None,
             token_ids=delta.token_ids if self._request.return_token_ids else msgspec.UNSET,
         )
         if delta.finish_reason is not None:

@@ -14,7 +14,7 @@ from jaxserve.server.generation.responder import ResponseChoice, ResponseShape, 
 from jaxserve.server.http.sse import DONE
 from jaxserve.server.openai.protocol import OpenAIFields
 from jaxserve.server.openai.responses import usage_info
-from jaxserve.text.tokenizers.tokenizer import Tokenizer
+from jaxserve.server.server_state import LoadedModel, ServerState
 
 _encode = msgspec.json.Encoder().encode
 
@@ -31,11 +31,18 @@ class OpenAIShape(ResponseShape):
     after: ClassVar[str]
 
     def __init__(
-        self, tokenizer: Tokenizer, request: OpenAIFields, id: str, model: str, num_choices: int, *, logprobs: bool
+        self,
+        state: ServerState,
+        loaded: LoadedModel,
+        request: OpenAIFields,
+        id: str,
+        num_choices: int,
+        *,
+        logprobs: bool,
     ) -> None:
-        self.tokenizer = tokenizer
+        self.tokenizer = loaded.tokenizer
         self.plain = not logprobs and not request.return_token_ids
-        self.head: dict[str, Any] = {"id": id, "created": int(time.time()), "model": model}
+        self.head: dict[str, Any] = {"id": id, "created": int(time.time()), "model": state.model_name}
         head = {"id": id, "object": self.kind, **self.head, "system_fingerprint": None}
         opening = b"data: " + _encode(head)[:-1]
         self._include_usage = request.include_usage

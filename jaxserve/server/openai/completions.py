@@ -112,8 +112,7 @@ class _CompletionShape(OpenAIShape):
         num_choices: int,
         echoed: list[tuple[str, list[int]]],
     ) -> None:
-        asked = request.logprobs is not None
-        super().__init__(loaded.tokenizer, request, id, state.model_name, num_choices, logprobs=asked)
+        super().__init__(state, loaded, request, id, num_choices, logprobs=request.logprobs is not None)
         self._request = request
         per_prompt = num_choices // len(echoed)
         self._waiting = [_Logprobs(*echoed[index // per_prompt]) for index in range(num_choices)]
