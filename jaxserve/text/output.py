@@ -37,7 +37,7 @@ class OutputDelta(msgspec.Struct):
 
 
 class OutputSoFar:
-    """The output of one request so far, as if it had come at once."""
+    """The output of one request so far, as if it had come at once. Offsets come with log probabilities only."""
 
     def __init__(self) -> None:
         self._texts: list[str] = []
@@ -48,9 +48,9 @@ class OutputSoFar:
         kept = self._delta
         self._texts.append(delta.text)
         kept.token_ids += delta.token_ids
-        kept.text_offsets += delta.text_offsets
         if delta.logprobs:
             kept.logprobs += delta.logprobs
+            kept.text_offsets += delta.text_offsets
         if delta.prompt_logprobs is not None:
             kept.prompt_logprobs = delta.prompt_logprobs
         if delta.finish_reason is not None:

@@ -7,7 +7,8 @@ import enum
 import re
 import uuid
 from dataclasses import dataclass
-from typing import NamedTuple
+
+import msgspec
 
 from jaxserve.api_types import FinishReason
 from jaxserve.server.generation.tools import ToolUse
@@ -123,7 +124,7 @@ def answer_grammar(loaded: LoadedModel, tools: ToolUse | None, form: str, place:
     return whole_answer(form, names, loaded.tokenizer, inside=place is Place.INSIDE)
 
 
-class AnswerPart(NamedTuple):
+class AnswerPart(msgspec.Struct, frozen=True, gc=False):
     """A new part of an answer. Parts of a call have its number and its id: the name comes first, then its arguments, as
     pieces of one JSON text."""
 
@@ -164,10 +165,12 @@ class AnswerReader:
             parts = _without_cut_call(parts, plan.held)
         found = []
         for kind, text in parts:
-            if kind == "reasoning" and plan.reasons:
+            if kind == "content":
+                found.append(AnswerPart("content", text))
+            elif kind == "reasoning" and plan.reasons:
                 if plan.shows_reasoning:
                     found.append(AnswerPart(kind, text))
-            elif kind in ("content", "reasoning") or plan.tools is None:  # a call, though the request has no tools
+            elif kind == "reasoning" or plan.tools is None:  # a call, though the request has no tools
                 found.append(AnswerPart("content", text))
             else:
                 if kind == "call":

@@ -7,6 +7,7 @@ happens when a client disconnects, aborts its request, or the engine fails: a st
 from __future__ import annotations
 
 import itertools
+import operator
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ from jaxserve.text.output import OutputDelta, OutputSoFar
 
 # JSON has no infinity; OpenAI writes this instead.
 LOGPROB_FLOOR = -9999.0
+_KIND_AND_CALL = operator.attrgetter("kind", "call", "call_id")
 
 
 class TotalUsage(NamedTuple):
@@ -73,8 +75,8 @@ class ResponseChoice:
     @property
     def parts(self) -> list[AnswerPart]:
         """The parts of the answer that were kept, neighbours of one kind joined."""
-        groups = itertools.groupby(self._parts, lambda part: part._replace(text=""))
-        return [part._replace(text="".join(one.text for one in group)) for part, group in groups]
+        groups = itertools.groupby(self._parts, _KIND_AND_CALL)
+        return [AnswerPart(kind, "".join([part.text for part in group]), *call) for (kind, *call), group in groups]
 
 
 class ResponseShape:
@@ -142,15 +144,17 @@ async def respond(
 async def _stream(
     generation: Generation, exchange: HttpExchange, choices: list[ResponseChoice], shape: ResponseShape, n: int
 ) -> None:
-    out = EventStream(exchange.send, shape.error_event)
+    out, shows_all = EventStream(exchange.send, shape.error_event), shape.shows_all
 
     async def send(index: int, delta: OutputDelta) -> None:
         choice = choices[index]
         opening = b"" if choice.started else shape.opening(choice)
         parts = choice.push(delta)
-        if shape.shows_all:
+        if shows_all:
             choice.keep(delta, parts)
-        events = opening + shape.event(choice, delta, parts)
+        events = shape.event(choice, delta, parts)
+        if opening:
+            events = opening + events
         choice.started = True
         if events:
             await out.write(events)

@@ -88,8 +88,11 @@ class _ChatShape(OpenAIShape):
 
     def event(self, choice: ResponseChoice, delta: OutputDelta, parts: Sequence[AnswerPart]) -> bytes:
         """Return a chunk, or nothing."""
-        if self.plain and delta.finish_reason is None and all(part.kind == "content" for part in parts):
-            return self.text_chunk(choice, _text(parts, "content") or "") if parts else b""
+        if self.plain and delta.finish_reason is None:
+            if not parts:
+                return b""
+            if len(parts) == 1 and parts[0].kind == "content":
+                return self.text_chunk(choice, parts[0].text)
         if parts or delta.logprobs or delta.token_ids or delta.finish_reason is not None:
             return self.choice_chunk(choice, self._chunk(choice, delta, parts))
         return b""
