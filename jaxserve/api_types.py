@@ -56,10 +56,6 @@ class Help:
     is_shared: bool = False
 
 
-def _shared(text: str) -> Help:
-    return Help(text, is_shared=True)
-
-
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The form that an output must have; exactly one of the first six fields says it. The names are vLLM's.
 
@@ -115,22 +111,32 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     max_tokens: Annotated[TokenCount, Help("maximum number of tokens of the answer")] = 16
-    temperature: Annotated[float, Meta(ge=0.0, le=100.0), _shared("0 always selects the most likely token")] = 1.0
+    temperature: Annotated[
+        float, Meta(ge=0.0, le=100.0), Help("0 always selects the most likely token", is_shared=True)
+    ] = 1.0
     top_p: Annotated[
-        float, Meta(gt=0.0, le=1.0), _shared("sample from the most likely tokens whose probabilities sum to this")
+        float,
+        Meta(gt=0.0, le=1.0),
+        Help("sample from the most likely tokens whose probabilities sum to this", is_shared=True),
     ] = 1.0
     top_k: Annotated[
-        int, Meta(ge=-1, le=2**31 - 1), _shared("sample from this many most likely tokens; 0 means all")
+        int, Meta(ge=-1, le=2**31 - 1), Help("sample from this many most likely tokens; 0 means all", is_shared=True)
     ] = 0
     min_p: Annotated[
-        float, Meta(ge=0.0, le=1.0), _shared("exclude tokens less likely than this fraction of the most likely one")
+        float,
+        Meta(ge=0.0, le=1.0),
+        Help("exclude tokens less likely than this fraction of the most likely one", is_shared=True),
     ] = 0.0
     # Logits are divided by it: near 0 they would be infinite.
     repetition_penalty: Annotated[
-        float, Meta(ge=0.01, le=100.0), _shared("above 1 makes tokens of the prompt and the answer less likely")
+        float,
+        Meta(ge=0.01, le=100.0),
+        Help("above 1 makes tokens of the prompt and the answer less likely", is_shared=True),
     ] = 1.0
-    frequency_penalty: Annotated[_Penalty, _shared("lowers tokens in proportion to their count in the answer")] = 0.0
-    presence_penalty: Annotated[_Penalty, _shared("lowers tokens that are already in the answer")] = 0.0
+    frequency_penalty: Annotated[
+        _Penalty, Help("lowers tokens in proportion to their count in the answer", is_shared=True)
+    ] = 0.0
+    presence_penalty: Annotated[_Penalty, Help("lowers tokens that are already in the answer", is_shared=True)] = 0.0
     logit_bias: dict[int, float] = {}
     min_tokens: Annotated[TokenCount, Help("minimum number of tokens before the answer may end")] = 0
     seed: Annotated[Seed | None, Help("makes sampling repeatable")] = None

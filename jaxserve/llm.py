@@ -35,7 +35,7 @@ from jaxserve.errors import ConfigError, InvalidRequestError, RequestFailedError
 from jaxserve.text.chat_template import ChatTemplate
 from jaxserve.text.chat_template_files import choose_chat_template
 from jaxserve.text.grammars.checking import GrammarChecker
-from jaxserve.text.output import OutputDelta, OutputProcessor
+from jaxserve.text.output import OutputDelta, OutputProcessor, OutputSoFar
 from jaxserve.text.prompt_forms import (
     Message,
     Prompt,
@@ -252,16 +252,19 @@ class LLM:
         )
 
     def _run(self, tasks: list[_PromptTask], use_tqdm: bool) -> list[RequestOutput]:
-        samples = [[_SampleDeltas(request) for request in self._requests(task)] for task in tasks]
-        by_id = {sample.request.request_id: sample for group in samples for sample in group}
-        with tqdm(total=len(by_id), desc="generate", unit="seq", disable=not use_tqdm, dynamic_ncols=True) as bar:
+        requests = [self._requests(task) for task in tasks]
+        outputs = {request.request_id: OutputSoFar() for group in requests for request in group}
+        with tqdm(total=len(outputs), desc="generate", unit="seq", disable=not use_tqdm, dynamic_ncols=True) as bar:
             num_tokens = 0
-            for request_id, delta in self._deltas([sample.request for sample in by_id.values()]):
-                by_id[request_id].deltas.append(delta)
+            for request_id, delta in self._deltas([request for group in requests for request in group]):
+                outputs[request_id].add(delta)
                 num_tokens += len(delta.token_ids)
                 if delta.finish_reason is not None and bar.update():
                     bar.set_postfix_str(f"{num_tokens / bar.format_dict['elapsed']:.0f} tok/s")
-        return [_build_output(task, group) for task, group in zip(tasks, samples, strict=True)]
+        return [
+            _build_output(task, [outputs[request.request_id].delta for request in group])
+            for task, group in zip(tasks, requests, strict=True)
+        ]
 
     def _stream(self, task: _PromptTask) -> Generator[OutputDelta]:
         for _, delta in self._deltas(self._requests(task)):
@@ -309,40 +312,30 @@ class _PromptTask:
     grammar: str
 
 
-@dataclasses.dataclass(frozen=True)
-class _SampleDeltas:
-    """The request of one sample of a prompt, with the deltas received so far."""
-
-    request: EngineRequest
-    deltas: list[OutputDelta] = dataclasses.field(default_factory=list)
-
-
-def _build_output(task: _PromptTask, samples: list[_SampleDeltas]) -> RequestOutput:
-    outputs = [_build_completion(index, sample.deltas, task.params) for index, sample in enumerate(samples)]
-    usages = [delta.usage for sample in samples for delta in sample.deltas if delta.usage is not None]
+def _build_output(task: _PromptTask, samples: Sequence[OutputDelta]) -> RequestOutput:
+    usages = [sample.usage for sample in samples if sample.usage is not None]
     return RequestOutput(
         prompt=task.prompt,
         prompt_token_ids=task.ids,
-        outputs=outputs,
+        outputs=[_build_completion(index, sample, task.params) for index, sample in enumerate(samples)],
         usage=Usage(
             prompt_tokens=len(task.ids),
             completion_tokens=sum(usage.completion_tokens for usage in usages),
             cached_tokens=usages[0].cached_tokens,
         ),
-        prompt_logprobs=next((d.prompt_logprobs for d in samples[0].deltas if d.prompt_logprobs is not None), None),
+        prompt_logprobs=samples[0].prompt_logprobs,
     )
 
 
-def _build_completion(index: int, deltas: list[OutputDelta], params: SamplingParams) -> CompletionOutput:
-    last = deltas[-1]
-    assert last.finish_reason is not None
+def _build_completion(index: int, sample: OutputDelta, params: SamplingParams) -> CompletionOutput:
+    assert sample.finish_reason is not None
     return CompletionOutput(
         index=index,
-        text="".join(delta.text for delta in deltas),
-        token_ids=[token for delta in deltas for token in delta.token_ids],
-        logprobs=None if params.logprobs is None else [entry for delta in deltas for entry in delta.logprobs],
-        finish_reason=last.finish_reason,
-        stop_reason=last.stop_reason,
+        text=sample.text,
+        token_ids=sample.token_ids,
+        logprobs=None if params.logprobs is None else sample.logprobs,
+        finish_reason=sample.finish_reason,
+        stop_reason=sample.stop_reason,
     )
 
 

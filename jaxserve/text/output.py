@@ -36,6 +36,35 @@ class OutputDelta(msgspec.Struct):
     abort: bool = False
 
 
+class OutputSoFar:
+    """The output of one request so far, as if it had come at once. Offsets come with log probabilities only."""
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+        self._delta = OutputDelta()
+
+    def add(self, delta: OutputDelta) -> None:
+        """Add the next output."""
+        kept = self._delta
+        self._texts.append(delta.text)
+        kept.token_ids += delta.token_ids
+        if delta.logprobs:
+            kept.logprobs += delta.logprobs
+            kept.text_offsets += delta.text_offsets
+        if delta.prompt_logprobs is not None:
+            kept.prompt_logprobs = delta.prompt_logprobs
+        if delta.finish_reason is not None:
+            kept.finish_reason, kept.usage = delta.finish_reason, delta.usage
+            kept.stop_reason, kept.matched_stop = delta.stop_reason, delta.matched_stop
+
+    @property
+    def delta(self) -> OutputDelta:
+        """All that was added."""
+        self._delta.text = "".join(self._texts)
+        self._texts = [self._delta.text]
+        return self._delta
+
+
 class OutputProcessor:
     """The state of one request's output. Events must be pushed in order, and none after `finished`.
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.api_types import EngineRequest, FinishReason, SamplingParams, TokenEvent, TokenLogprobs, Usage
-from jaxserve.text.output import OutputDelta, OutputProcessor
+from jaxserve.text.output import OutputDelta, OutputProcessor, OutputSoFar
 from tests.text import small_tokenizers
 
 tokenizer = functools.cache(small_tokenizers.byte_level)
@@ -201,3 +201,16 @@ def test_any_split_into_events_gives_the_same_output(data: st.DataObject) -> Non
     assert (last.finish_reason, last.stop_reason, last.usage) == (whole.finish_reason, whole.stop_reason, whole.usage)
     if wanted.sampling.min_tokens == 0:
         assert whole.text == (text.split(stop)[0] if stop in text else text)
+
+
+def test_what_was_added_is_as_if_it_had_come_at_once():
+    entries = [TokenLogprobs(token, -1.0, [], []) for token in range(3)]
+    output = OutputSoFar()
+    output.add(OutputDelta("a", [5], entries[:1], [0], [None, entries[2]]))
+    assert output.delta.text == "a"
+    assert output.delta.finish_reason is None
+    output.add(OutputDelta("bc", [6, 7], entries[1:], [1, 2]))
+    output.add(OutputDelta("", finish_reason=FinishReason.STOP, stop_reason="x", matched_stop="x", usage=Usage(2, 3)))
+    assert output.delta == OutputDelta(
+        "abc", [5, 6, 7], entries, [0, 1, 2], [None, entries[2]], FinishReason.STOP, "x", "x", Usage(2, 3)
+    )

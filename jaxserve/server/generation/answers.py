@@ -7,7 +7,8 @@ import enum
 import re
 import uuid
 from dataclasses import dataclass
-from typing import NamedTuple
+
+import msgspec
 
 from jaxserve.api_types import FinishReason
 from jaxserve.server.generation.tools import ToolUse
@@ -27,7 +28,8 @@ class AnswerPlan:
     """How the answers of a request are read: by `formats`, each of which reads the content of the one before.
 
     Without formats an answer is content only. `reasons`: whether reasoning is told from content; then `shows_reasoning`
-    says whether the client gets it. `held` is the form of calls that a grammar holds in a free answer.
+    says whether the client gets it. `held` is the form of calls that a grammar holds in a free answer. With
+    `reads_special_tokens`, the marks in answers are special tokens, and the text must have these.
     """
 
     formats: tuple[Format, ...]
@@ -36,6 +38,7 @@ class AnswerPlan:
     shows_reasoning: bool
     short_ids: bool
     held: CallText | None = None
+    reads_special_tokens: bool = False
 
     def make_id(self) -> str:
         """Return a new id of a call; Mistral's templates want nine characters."""
@@ -93,7 +96,8 @@ def plan_answer(
         formats.append(held_calls(names.calls.held) if tools.required else names.calls.read(tools.schemas))
     has_free_calls = tools is not None and not tools.required and not names.in_channels
     held = names.calls.free if is_held and has_free_calls else None
-    return AnswerPlan(tuple(formats), tools, reasons, shows_reasoning, names.calls.short_ids, held)
+    special = bool(formats) and names.shows_special_tokens(loaded.tokenizer)
+    return AnswerPlan(tuple(formats), tools, reasons, shows_reasoning, names.calls.short_ids, held, special)
 
 
 def answer_grammar(loaded: LoadedModel, tools: ToolUse | None, form: str, place: Place) -> str:
@@ -120,7 +124,7 @@ def answer_grammar(loaded: LoadedModel, tools: ToolUse | None, form: str, place:
     return whole_answer(form, names, loaded.tokenizer, inside=place is Place.INSIDE)
 
 
-class AnswerPart(NamedTuple):
+class AnswerPart(msgspec.Struct, frozen=True, gc=False):
     """A new part of an answer. Parts of a call have its number and its id: the name comes first, then its arguments, as
     pieces of one JSON text."""
 
@@ -161,10 +165,12 @@ class AnswerReader:
             parts = _without_cut_call(parts, plan.held)
         found = []
         for kind, text in parts:
-            if kind == "reasoning" and plan.reasons:
+            if kind == "content":
+                found.append(AnswerPart("content", text))
+            elif kind == "reasoning" and plan.reasons:
                 if plan.shows_reasoning:
                     found.append(AnswerPart(kind, text))
-            elif kind in ("content", "reasoning") or plan.tools is None:  # a call, though the request has no tools
+            elif kind == "reasoning" or plan.tools is None:  # a call, though the request has no tools
                 found.append(AnswerPart("content", text))
             else:
                 if kind == "call":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Callable
-from typing import Protocol
 
 from jaxserve.api_types import EngineRequest, SamplingParams, StructuredOutputs
 from jaxserve.server.server_state import LoadedModel, ServerState
@@ -30,20 +29,15 @@ async def check_grammar(state: ServerState, loaded: LoadedModel, make: Callable[
     return await loop.run_in_executor(state.grammar_threads, lambda: loaded.grammars.check(make, param=param))
 
 
-class QueueOptions(Protocol):
-    """The fields of a request that change how the engine queues and caches it."""
-
-    priority: int | None
-    cache_salt: str | None
-
-
 def engine_requests(
     loaded: LoadedModel,
     response_id: str,
     prompts: list[list[int]],
     samplings: list[SamplingParams],
     grammars: list[str],
-    options: QueueOptions,
+    *,
+    priority: int | None = None,
+    cache_salt: str | None = None,
 ) -> list[EngineRequest]:
     """Return `n` requests for each prompt, in the order of the choices: prompt index * n + sample.
 
@@ -59,8 +53,8 @@ def engine_requests(
             sampling,
             loaded.tokenizer,
             loaded.engine.info,
-            priority=options.priority,
-            cache_salt=options.cache_salt,
+            priority=priority,
+            cache_salt=cache_salt,
             grammar=grammar,
         )
     ]

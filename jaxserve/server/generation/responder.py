@@ -7,27 +7,25 @@ happens when a client disconnects, aborts its request, or the engine fails: a st
 from __future__ import annotations
 
 import itertools
+import operator
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
+
+import msgspec
 
 from jaxserve.api_types import EngineRequest, Usage
+from jaxserve.server.errors import HttpError
 from jaxserve.server.generation.answers import AnswerPart, AnswerPlan, AnswerReader
 from jaxserve.server.generation.generation import Generation
 from jaxserve.server.http.exchange import HttpExchange
-from jaxserve.server.http.sse import EventStream
+from jaxserve.server.http.sse import DONE, EventStream, error_event
 from jaxserve.server.server_state import LoadedModel, ServerState
-from jaxserve.text.output import OutputDelta
+from jaxserve.text.output import OutputDelta, OutputSoFar
 
 # JSON has no infinity; OpenAI writes this instead.
 LOGPROB_FLOOR = -9999.0
-
-
-class ChoiceOutput(NamedTuple):
-    """What an event adds to a choice, or all that came of it. Without a plan of the answer, it has no `parts`."""
-
-    delta: OutputDelta
-    parts: Sequence[AnswerPart]
+_KIND_AND_CALL = operator.attrgetter("kind", "call", "call_id")
 
 
 class TotalUsage(NamedTuple):
@@ -42,7 +40,7 @@ class TotalUsage(NamedTuple):
 class ResponseChoice:
     """One choice of a response, which is one sequence.
 
-    `started`: an event of its stream has been made. `num_tokens` are those of its output so far, and `seconds` is when
+    `started`: an event of its stream has been made. `num_tokens` are those of its output so far, and `ended_at` is when
     it ended, by `time.perf_counter()`.
     """
 
@@ -51,69 +49,63 @@ class ResponseChoice:
         self.prompt_ids = prompt_ids
         self.num_tokens = 0
         self.started = False
-        self.seconds = 0.0
+        self.ended_at = 0.0
         self.reader = None if plan is None else AnswerReader(plan)
-        self._texts: list[str] = []
-        self._kept = OutputDelta()
+        self._kept = OutputSoFar()
         self._parts: list[AnswerPart] = []
 
-    def push(self, delta: OutputDelta, *, keep: bool) -> ChoiceOutput:
-        """Return what a new output adds; `output` has it only if it is kept."""
+    def push(self, delta: OutputDelta) -> Sequence[AnswerPart]:
+        """Return the parts of the answer that a new output adds; none without a plan of it."""
         self.num_tokens += len(delta.token_ids)
         if delta.usage is not None:
             self.num_tokens = delta.usage.completion_tokens
-            self.seconds = time.perf_counter()
-        new = ChoiceOutput(delta, () if self.reader is None else self.reader.push(delta))
-        if keep:
-            self._keep(new)
-        return new
+            self.ended_at = time.perf_counter()
+        return () if self.reader is None else self.reader.push(delta)
+
+    def keep(self, delta: OutputDelta, parts: Sequence[AnswerPart]) -> None:
+        """Keep an output for `output` and `parts`."""
+        self._kept.add(delta)
+        self._parts += parts
 
     @property
-    def output(self) -> ChoiceOutput:
-        """All that was kept, as if it had come at once."""
-        self._texts = ["".join(self._texts)]
-        self._kept.text = self._texts[0]
-        groups = itertools.groupby(self._parts, lambda part: (part.kind, part.call, part.call_id))
-        parts = [
-            AnswerPart(kind, "".join(part.text for part in group), call, call_id)
-            for (kind, call, call_id), group in groups
-        ]
-        return ChoiceOutput(self._kept, parts)
+    def output(self) -> OutputDelta:
+        """The output that was kept, as if it had come at once."""
+        return self._kept.delta
 
-    def _keep(self, new: ChoiceOutput) -> None:
-        delta, kept = new.delta, self._kept
-        self._texts.append(delta.text)
-        self._parts += new.parts
-        kept.token_ids += delta.token_ids
-        kept.logprobs += delta.logprobs
-        kept.text_offsets += delta.text_offsets
-        if delta.prompt_logprobs is not None:
-            kept.prompt_logprobs = delta.prompt_logprobs
-        kept.finish_reason, kept.usage = delta.finish_reason, delta.usage
-        kept.stop_reason, kept.matched_stop = delta.stop_reason, delta.matched_stop
+    @property
+    def parts(self) -> list[AnswerPart]:
+        """The parts of the answer that were kept, neighbours of one kind joined."""
+        groups = itertools.groupby(self._parts, _KIND_AND_CALL)
+        return [AnswerPart(kind, "".join([part.text for part in group]), *call) for (kind, *call), group in groups]
 
 
-class ResponseShape(Protocol):
-    """How a route writes its responses. Events are encoded and complete."""
+class ResponseShape:
+    """How a route writes its responses. Events are encoded and complete.
 
-    shows_all: bool
-    """Whether each event of a stream has all of the output so far: then choices keep it."""
+    `shows_all`: each event of a stream has all of the output so far, so choices keep it.
+    """
+
+    shows_all = False
 
     def opening(self, choice: ResponseChoice) -> bytes:
-        """Return the events that come before a choice's first output, or nothing."""
-        ...
+        """Return the events that come before a choice's first output."""
+        return b""
 
-    def event(self, choice: ResponseChoice, new: ChoiceOutput) -> bytes:
+    def event(self, choice: ResponseChoice, delta: OutputDelta, parts: Sequence[AnswerPart]) -> bytes:
         """Return the events for what is new in a choice, or nothing."""
-        ...
+        raise NotImplementedError
 
     def last_events(self, usage: TotalUsage) -> bytes:
         """Return the events that end a stream."""
-        ...
+        return DONE
+
+    def error_event(self, error: HttpError) -> bytes:
+        """Return the event that ends a stream after an error."""
+        return error_event(error)
 
     def body(self, choices: Sequence[ResponseChoice], usage: TotalUsage) -> Any:
-        """Return the JSON response of choices that have ended and have all of their output."""
-        ...
+        """Return the JSON response of choices that have ended and kept their output."""
+        raise NotImplementedError
 
 
 async def respond(
@@ -130,8 +122,11 @@ async def respond(
 ) -> None:
     """Run `requests` and send one response, whose choices are theirs.
 
-    `/abort_request` finds it by `ids` and the id of the HTTP request, and some of its choices by the ids in `parts`.
+    With a `plan`, answers are taken apart by it. `/abort_request` finds the response by `ids` and the id of the HTTP
+    request, and some of its choices by the ids in `parts`.
     """
+    if plan is not None and plan.reads_special_tokens:
+        requests = [_with_special_tokens(request) for request in requests]
     choices = [ResponseChoice(index, request.prompt_ids, plan) for index, request in enumerate(requests)]
     generation = Generation(state, loaded, requests, exchange.arrival)
     with state.abortable((*ids, exchange.request_id), generation, parts):
@@ -140,7 +135,7 @@ async def respond(
             return
 
         async def keep(index: int, delta: OutputDelta) -> None:
-            choices[index].push(delta, keep=True)
+            choices[index].keep(delta, choices[index].push(delta))
 
         usages = await generation.run(keep)
         await exchange.respond(shape.body(choices, _total(usages, choices, requests[0].sampling.n)))
@@ -149,12 +144,17 @@ async def respond(
 async def _stream(
     generation: Generation, exchange: HttpExchange, choices: list[ResponseChoice], shape: ResponseShape, n: int
 ) -> None:
-    out = EventStream(exchange.send)
+    out, shows_all = EventStream(exchange.send, shape.error_event), shape.shows_all
 
     async def send(index: int, delta: OutputDelta) -> None:
         choice = choices[index]
         opening = b"" if choice.started else shape.opening(choice)
-        events = opening + shape.event(choice, choice.push(delta, keep=shape.shows_all))
+        parts = choice.push(delta)
+        if shows_all:
+            choice.keep(delta, parts)
+        events = shape.event(choice, delta, parts)
+        if opening:
+            events = opening + events
         choice.started = True
         if events:
             await out.write(events)
@@ -162,6 +162,12 @@ async def _stream(
     async with out:
         usages = await generation.run(send)
         await out.finish(shape.last_events(_total(usages, choices, n)))
+
+
+def _with_special_tokens(request: EngineRequest) -> EngineRequest:
+    """Return a request whose text has its special tokens."""
+    sampling = msgspec.structs.replace(request.sampling, skip_special_tokens=False)
+    return msgspec.structs.replace(request, sampling=sampling)
 
 
 def _total(usages: list[Usage], choices: list[ResponseChoice], n: int) -> TotalUsage:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Protocol, cast
+from typing import Any, cast
 
 import msgspec
 
@@ -17,15 +17,6 @@ from jaxserve.text.stop_regex import check_patterns
 _SAME = (*SHARED_OPTIONS, "n", "min_tokens", "seed", "ignore_eos", "skip_special_tokens")
 
 
-class StopFields(Protocol):
-    """The sampling fields that requests write in other types than `SamplingParams` has."""
-
-    logit_bias: dict[str, float] | None
-    stop: str | list[str] | None
-    stop_regex: str | list[str] | None
-    stop_token_ids: list[int] | None
-
-
 def with_shared_options[T: msgspec.Struct](kind: type[T]) -> type[T]:
     """Return a request type with the shared options after its own fields. Null always means the default."""
     fields = [(name, NUMBER_OPTIONS[name].hint | None, None) for name in SHARED_OPTIONS]
@@ -34,31 +25,35 @@ def with_shared_options[T: msgspec.Struct](kind: type[T]) -> type[T]:
 
 
 def sampling_params(
-    request: StopFields,
+    request: msgspec.Struct,
     *,
     max_tokens: int,
-    logprobs: int | None,
-    prompt_logprobs: int | None,
-    include_stop: bool,
-    names: Mapping[str, str],
+    include_stop: bool = False,
+    logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
+    names: Mapping[str, str] | None = None,
 ) -> SamplingParams:
-    """Return the sampling parameters of a request, whose fields have other `names` than in `SamplingParams`.
+    """Return the sampling parameters of a request, some of whose fields have other `names` than in `SamplingParams`.
 
-    Raises `InvalidRequestError` naming the field that is out of range, as `SamplingParams` does.
+    It need not have all fields. Raises `InvalidRequestError` naming the field that is out of range, as `SamplingParams`
+    does.
     """
-    stop_regex = _as_tuple(request.stop_regex)
+
+    def given(name: str) -> Any:
+        return getattr(request, (names or {}).get(name, name), None)
+
+    stop_regex = _as_tuple(given("stop_regex"))
     check_patterns(stop_regex)
-    given = {name: getattr(request, names.get(name, name)) for name in _SAME}
     return SamplingParams(
         max_tokens=max_tokens,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
-        logit_bias=_logit_bias(request.logit_bias or {}),
-        stop=_as_tuple(request.stop),
+        logit_bias=_logit_bias(given("logit_bias") or {}),
+        stop=_as_tuple(given("stop")),
         stop_regex=stop_regex,
-        stop_token_ids=tuple(request.stop_token_ids or ()),
+        stop_token_ids=tuple(given("stop_token_ids") or ()),
         include_stop_str_in_output=include_stop,
-        **{name: value for name, value in given.items() if value is not None},
+        **{name: value for name in _SAME if (value := given(name)) is not None},
     )
 
 

@@ -7,11 +7,12 @@ still gets its own status; a later error is sent as an event and ends the stream
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import TracebackType
 
 from starlette.types import Send
 
-from jaxserve.server.errors import to_http_error
+from jaxserve.server.errors import HttpError, to_http_error
 
 DONE = b"data: [DONE]\n\n"
 
@@ -25,6 +26,11 @@ _HEADERS = [
 ]
 
 
+def error_event(error: HttpError) -> bytes:
+    """Return an error as an event."""
+    return b"data: " + error.encode() + b"\n\n"
+
+
 class EventStream:
     """Writes events that are already encoded (`data: …\\n\\n`, one or several joined).
 
@@ -32,10 +38,11 @@ class EventStream:
     it lets the error pass.
     """
 
-    __slots__ = ("_send", "_started")
+    __slots__ = ("_encode_error", "_send", "_started")
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, encode_error: Callable[[HttpError], bytes] = error_event) -> None:
         self._send = send
+        self._encode_error = encode_error
         self._started = False
 
     async def __aenter__(self) -> EventStream:
@@ -46,7 +53,7 @@ class EventStream:
     ) -> bool:
         if not self._started or not isinstance(error, Exception):
             return False
-        await self.finish(b"data: " + to_http_error(error).encode() + b"\n\n")
+        await self.finish(self._encode_error(to_http_error(error)))
         return True
 
     async def write(self, events: bytes) -> None:

@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
-from jaxserve.api_types import FinishReason, StructuredOutputs
-from jaxserve.errors import InvalidRequestError
-from jaxserve.server.generation.answers import (
-    AnswerPart,
-    AnswerPlan,
-    Place,
-    answer_grammar,
-    place_in_reasoning,
-    plan_answer,
-)
-from jaxserve.server.generation.chat_messages import render_prompt, text_of
-from jaxserve.server.generation.engine_requests import check_grammar, engine_requests
-from jaxserve.server.generation.prompts import check_prompt, encode_texts, max_output_tokens
-from jaxserve.server.generation.responder import ChoiceOutput, ResponseChoice, TotalUsage, respond
+from jaxserve.api_types import FinishReason
+from jaxserve.server.generation.answers import AnswerPart, AnswerPlan
+from jaxserve.server.generation.conversation import Conversation, prepare_answer
+from jaxserve.server.generation.engine_requests import engine_requests
+from jaxserve.server.generation.prompts import max_output_tokens
+from jaxserve.server.generation.responder import ResponseChoice, TotalUsage, respond
 from jaxserve.server.generation.structured_fields import structured_outputs
-from jaxserve.server.generation.tools import ToolUse, tool_use
+from jaxserve.server.generation.tools import tool_use
 from jaxserve.server.http.exchange import HttpExchange
-from jaxserve.server.openai.chunks import ChunkEncoder
+from jaxserve.server.openai.chunks import OpenAIShape
 from jaxserve.server.openai.logprobs import chat_logprobs
 from jaxserve.server.openai.protocol import ChatRequest
 from jaxserve.server.openai.responses import (
@@ -43,9 +32,7 @@ from jaxserve.server.openai.responses import (
 )
 from jaxserve.server.server_state import LoadedModel, ServerState
 from jaxserve.text.answers.reader import Kind
-from jaxserve.text.grammars.formats import grammar_of
 from jaxserve.text.output import OutputDelta
-from jaxserve.text.tokenizers.tokenizer import Tokenizer
 
 
 async def chat_completions(state: ServerState, exchange: HttpExchange, request: ChatRequest) -> None:
@@ -54,151 +41,99 @@ async def chat_completions(state: ServerState, exchange: HttpExchange, request: 
     request.check_supported()
     requested_limit, logprobs = request.max_output_tokens(), request.num_logprobs()
     tools = tool_use(request.tools, request.tool_choice, several=request.parallel_tool_calls is not False)
-    prompt = await render_prompt(
-        *(state, loaded, request.messages, request, None if tools is None else tools.shown, request.reasoning_effort)
-    )
-    if request.verbosity is not None:
-        loaded.say_once("verbosity changes nothing here: ask for it in a message")
-    place = place_in_reasoning(
-        *(loaded.formats.thinking, prompt.text, text_of(request.messages[-1])),
-        continues=bool(request.continue_final_message),
-    )
-    grammar = await _compile_grammar(state, loaded, tools, structured_outputs(request), place)
-    # By default none are added, since a template writes its own special tokens.
-    (ids,) = await encode_texts(
-        state,
-        loaded,
-        [prompt.written],
+    conversation = Conversation(
+        request.messages,
+        request,
+        tools=tools,
+        form=structured_outputs(request),
+        reasoning_effort=request.reasoning_effort,
         add_special_tokens=request.add_special_tokens is True,
-        param="messages",
-        encoder=prompt.encoder,
-    )
-    check_prompt(ids, loaded.engine.info, param="messages")
-    limit = max_output_tokens(len(ids), requested_limit, None, loaded.engine.info, param="messages")
-    sampling = request.sampling(max_tokens=limit, logprobs=logprobs)
-    plan = plan_answer(
-        loaded,
-        tools,
-        place,
-        is_held=grammar != "",
         separates_reasoning=request.separate_reasoning is not False,
         shows_reasoning=request.include_reasoning is not False,
     )
-    if plan.formats and loaded.formats.shows_special_tokens(loaded.tokenizer):
-        sampling = msgspec.structs.replace(sampling, skip_special_tokens=False)
+    if request.verbosity is not None:
+        loaded.say_once("verbosity changes nothing here: ask for it in a message")
+    ids, grammar, plan = await prepare_answer(state, loaded, conversation)
+    limit = max_output_tokens(len(ids), requested_limit, None, loaded.engine.info, param="messages")
+    sampling = request.sampling(max_tokens=limit, logprobs=logprobs)
     response_id = request.response_id("chatcmpl", exchange.request_id)
-    requests = engine_requests(loaded, response_id, [ids], [sampling], [grammar], request)
-    head = {"id": response_id, "created": int(time.time()), "model": state.model_name}
-    encoder = ChunkEncoder(
-        *(request, head),
-        kind="chat.completion.chunk",
-        num_choices=len(requests),
-        before='"delta":{"content":',
-        after='},"logprobs":null,"finish_reason":null',
+    requests = engine_requests(
+        *(loaded, response_id, [ids], [sampling], [grammar]),
+        priority=request.priority,
+        cache_salt=request.cache_salt,
     )
-    shape = _ChatShape(loaded.tokenizer, request, plan, head, encoder)
+    shape = _ChatShape(state, loaded, request, plan, response_id, len(requests))
     names = (response_id, *request.client_ids)
     await respond(state, loaded, exchange, requests, shape, stream=bool(request.stream), ids=names, plan=plan)
 
 
-async def _compile_grammar(
-    state: ServerState,
-    loaded: LoadedModel,
-    tools: ToolUse | None,
-    asked: tuple[str, StructuredOutputs] | None,
-    place: Place,
-) -> str:
-    """Return the grammar of answers that begin at a place in their reasoning, or "".
-
-    Raises `InvalidRequestError` naming the field at fault. An answer that must be a call needs no form.
-    """
-    field, outputs = asked if asked and not (tools and tools.required) else ("tools", None)
-    if outputs is None and tools is None:
-        return ""
-
-    def compose(tools: ToolUse | None) -> str:
-        form = "" if outputs is None else grammar_of(outputs)
-        return answer_grammar(loaded, tools, form, place)
-
-    try:
-        return await check_grammar(state, loaded, lambda: compose(tools), param=field)
-    except InvalidRequestError:
-        loosened = None if tools is None else tools.loosened()
-        if loosened is None:
-            raise
-    return await check_grammar(state, loaded, lambda: compose(loosened), param=field)
-
-
-@dataclass
-class _ChatShape:
+class _ChatShape(OpenAIShape):
     """The shape of a response: in a stream the role, then parts of the message, the last with the finish reason."""
 
-    tokenizer: Tokenizer
-    request: ChatRequest
-    plan: AnswerPlan
-    head: dict[str, Any]
-    encoder: ChunkEncoder
-    shows_all = False
+    kind = "chat.completion.chunk"
+    before = '"delta":{"content":'
+    after = '},"logprobs":null,"finish_reason":null'
+
+    def __init__(
+        self, state: ServerState, loaded: LoadedModel, request: ChatRequest, plan: AnswerPlan, id: str, num_choices: int
+    ) -> None:
+        super().__init__(state, loaded, request, id, num_choices, logprobs=bool(request.logprobs))
+        self._request = request
+        self._plan = plan
 
     def opening(self, choice: ResponseChoice) -> bytes:
         """Return the chunk with the role."""
         shaped = ChatChunkChoice(index=choice.index, delta=ChatDelta(role="assistant", content=""))
-        return self.encoder.choice_chunk(choice, shaped, with_prompt=bool(self.request.return_token_ids))
+        return self.choice_chunk(choice, shaped, with_prompt=bool(self._request.return_token_ids))
 
-    def event(self, choice: ResponseChoice, new: ChoiceOutput) -> bytes:
+    def event(self, choice: ResponseChoice, delta: OutputDelta, parts: Sequence[AnswerPart]) -> bytes:
         """Return a chunk, or nothing."""
-        delta, request = new.delta, self.request
-        plain = not request.logprobs and not request.return_token_ids and delta.finish_reason is None
-        if plain and all(part.kind == "content" for part in new.parts):
-            return self.encoder.text_chunk(choice, _text(new.parts, "content") or "") if new.parts else b""
-        if new.parts or delta.logprobs or delta.token_ids or delta.finish_reason is not None:
-            return self.encoder.choice_chunk(choice, self._chunk(choice, new))
+        if self.plain and delta.finish_reason is None:
+            if not parts:
+                return b""
+            if len(parts) == 1 and parts[0].kind == "content":
+                return self.text_chunk(choice, parts[0].text)
+        if parts or delta.logprobs or delta.token_ids or delta.finish_reason is not None:
+            return self.choice_chunk(choice, self._chunk(choice, delta, parts))
         return b""
-
-    def last_events(self, usage: TotalUsage) -> bytes:
-        """Return the token counts, if they are asked for, and the end."""
-        return self.encoder.last_chunks(usage)
 
     def body(self, choices: Sequence[ResponseChoice], usage: TotalUsage) -> ChatResponse:
         """Return the whole response."""
         return ChatResponse(
             **self.head,
-            choices=[self._choice(choice, choice.output) for choice in choices],
+            choices=[self._choice(choice, choice.output, choice.parts) for choice in choices],
             usage=usage_info(usage),
-            prompt_token_ids=choices[0].prompt_ids if self.request.return_token_ids else msgspec.UNSET,
+            prompt_token_ids=choices[0].prompt_ids if self._request.return_token_ids else msgspec.UNSET,
         )
 
-    def _choice(self, choice: ResponseChoice, output: ChoiceOutput) -> ChatChoice:
-        end, calls = output.delta, [part for part in output.parts if part.kind == "call"]
-        content, reasoning = _text(output.parts, "content"), _text(output.parts, "reasoning")
+    def _choice(self, choice: ResponseChoice, end: OutputDelta, parts: Sequence[AnswerPart]) -> ChatChoice:
+        calls = [part for part in parts if part.kind == "call"]
+        content, reasoning = _text(parts, "content"), _text(parts, "reasoning")
         message = ChatMessage("assistant", content or (None if calls or reasoning else ""))
-        if self.plan.reasons and self.plan.shows_reasoning:
+        if self._plan.reasons and self._plan.shows_reasoning:
             message.reasoning_content = reasoning
         if calls:
-            arguments = {part.call: part.text for part in output.parts if part.kind == "arguments"}
+            arguments = {part.call: part.text for part in parts if part.kind == "arguments"}
             message.tool_calls = [
                 ToolCall(part.call_id, FunctionCall(part.text, arguments.get(part.call, ""))) for part in calls
             ]
         return ChatChoice(
             index=choice.index,
             message=message,
-            logprobs=chat_logprobs(self.tokenizer, end.logprobs) if self.request.logprobs else None,
+            logprobs=chat_logprobs(self.tokenizer, end.logprobs) if self._request.logprobs else None,
             finish_reason=_finish_reason(choice, end),
             stop_reason=end.stop_reason,
             matched_stop=end.matched_stop,
-            token_ids=end.token_ids if self.request.return_token_ids else msgspec.UNSET,
+            token_ids=end.token_ids if self._request.return_token_ids else msgspec.UNSET,
         )
 
-    def _chunk(self, choice: ResponseChoice, new: ChoiceOutput) -> ChatChunkChoice:
+    def _chunk(self, choice: ResponseChoice, delta: OutputDelta, parts: Sequence[AnswerPart]) -> ChatChunkChoice:
         """Return the new part of a choice. Its last text has the finish reason, as vLLM's clients expect."""
-        delta = new.delta
         shaped = ChatChunkChoice(
             index=choice.index,
-            delta=_chat_delta(new.parts) if new.parts or delta.finish_reason is not None else ChatDelta(content=""),
-            logprobs=chat_logprobs(self.tokenizer, delta.logprobs)
-            if self.request.logprobs and delta.logprobs
-            else None,
-            token_ids=delta.token_ids if self.request.return_token_ids else msgspec.UNSET,
+            delta=_chat_delta(parts) if parts or delta.finish_reason is not None else ChatDelta(content=""),
+            logprobs=chat_logprobs(self.tokenizer, delta.logprobs) if delta.logprobs else None,
+            token_ids=delta.token_ids if self._request.return_token_ids else msgspec.UNSET,
         )
         if delta.finish_reason is not None:
             shaped.finish_reason = _finish_reason(choice, delta)

@@ -1,40 +1,56 @@
-"""Encodes the chunks of a stream; constant parts are encoded once, so a token costs one small encode and two joins.
+"""The outer shape that completions and chat share: the head, the chunks of a stream and their end.
 
-Knows the outer shape that completions and chat share, but not the shape of their choices.
+Constant parts are encoded once, so a token costs one small encode and two joins. Knows no shape of a choice.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import time
+from typing import Any, ClassVar
 
 import msgspec
 
-from jaxserve.server.generation.responder import ResponseChoice, TotalUsage
+from jaxserve.server.generation.responder import ResponseChoice, ResponseShape, TotalUsage
 from jaxserve.server.http.sse import DONE
 from jaxserve.server.openai.protocol import OpenAIFields
 from jaxserve.server.openai.responses import usage_info
+from jaxserve.server.server_state import LoadedModel, ServerState
 
 _encode = msgspec.json.Encoder().encode
 
 
-class ChunkEncoder:
-    """Encodes the `data: …` lines of the response to `request`.
+class OpenAIShape(ResponseShape):
+    """The shape of the response to `request`. Of a chunk with text only, `before` and `after` are the JSON around it.
 
-    `before` and `after` are the JSON around a choice's text. With `continuous_usage_stats`, every chunk has the token
-    counts of its choice so far.
+    A stream whose client asks for log probabilities or token ids is not `plain`: its chunks have more than text. With
+    `continuous_usage_stats`, every chunk has the token counts of its choice so far.
     """
 
+    kind: ClassVar[str]
+    before: ClassVar[str]
+    after: ClassVar[str]
+
     def __init__(
-        self, request: OpenAIFields, head: dict[str, Any], *, kind: str, num_choices: int, before: str, after: str
+        self,
+        state: ServerState,
+        loaded: LoadedModel,
+        request: OpenAIFields,
+        id: str,
+        num_choices: int,
+        *,
+        logprobs: bool,
     ) -> None:
-        named = {"id": head["id"], "object": kind, **head, "system_fingerprint": None}
-        opening = b"data: " + _encode(named)[:-1]
+        self.tokenizer = loaded.tokenizer
+        self.plain = not logprobs and not request.return_token_ids
+        self.head: dict[str, Any] = {"id": id, "created": int(time.time()), "model": state.model_name}
+        head = {"id": id, "object": self.kind, **self.head, "system_fingerprint": None}
+        opening = b"data: " + _encode(head)[:-1]
         self._include_usage = request.include_usage
         self._continuous_usage = request.continuous_usage
         self._opening = opening + b',"choices":['
         self._closing = b'],"usage":null}\n\n' if request.include_usage else b"]}\n\n"
-        self._before = [self._opening + f'{{"index":{index},{before}'.encode() for index in range(num_choices)]
-        self._after = after.encode() + b"}"
+        self._before = [self._opening + f'{{"index":{index},{self.before}'.encode() for index in range(num_choices)]
+        self._after = self.after.encode() + b"}"
         self._usage = opening + b',"choices":[],"usage":'
 
     def text_chunk(self, choice: ResponseChoice, text: str) -> bytes:
@@ -48,8 +64,8 @@ class ChunkEncoder:
         ids = b'],"prompt_token_ids":' + _encode(choice.prompt_ids)
         return self._opening + _encode(shaped) + ids + self._end(choice).removeprefix(b"]")
 
-    def last_chunks(self, usage: TotalUsage) -> bytes:
-        """Return the end of a stream: the chunk with the token counts and no choices, if it is asked for."""
+    def last_events(self, usage: TotalUsage) -> bytes:
+        """Return the chunk with the token counts and no choices, if it is asked for, and the end."""
         return (self._usage + _encode(usage_info(usage)) + b"}\n\n" if self._include_usage else b"") + DONE
 
     def _end(self, choice: ResponseChoice) -> bytes:

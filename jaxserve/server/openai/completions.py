@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 
 from jaxserve.api_types import SamplingParams, TokenLogprobs
+from jaxserve.server.generation.answers import AnswerPart
 from jaxserve.server.generation.engine_requests import compile_grammar, engine_requests
 from jaxserve.server.generation.prompts import max_output_tokens, read_prompts, run_off_event_loop
-from jaxserve.server.generation.responder import ChoiceOutput, ResponseChoice, TotalUsage, respond
+from jaxserve.server.generation.responder import ResponseChoice, TotalUsage, respond
 from jaxserve.server.generation.structured_fields import structured_outputs
 from jaxserve.server.http.exchange import HttpExchange
-from jaxserve.server.openai.chunks import ChunkEncoder
+from jaxserve.server.openai.chunks import OpenAIShape
 from jaxserve.server.openai.logprobs import completion_logprobs, extend, prompt_logprobs, prompt_offsets
 from jaxserve.server.openai.protocol import CompletionRequest
 from jaxserve.server.openai.responses import CompletionChoice, CompletionLogprobs, CompletionResponse, usage_info
 from jaxserve.server.server_state import LoadedModel, ServerState
 from jaxserve.text.output import OutputDelta
-from jaxserve.text.tokenizers.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -39,18 +37,12 @@ async def completions(state: ServerState, exchange: HttpExchange, request: Compl
     samplings = _samplings(loaded, request, prompts)
     grammars = [await compile_grammar(state, loaded, structured_outputs(request))] * len(prompts)
     response_id = request.response_id("cmpl", exchange.request_id)
-    requests = engine_requests(loaded, response_id, prompts, samplings, grammars, request)
-    head = {"id": response_id, "created": int(time.time()), "model": state.model_name}
-    encoder = ChunkEncoder(
-        *(request, head),
-        kind="text_completion",
-        num_choices=len(requests),
-        before='"text":',
-        after=',"logprobs":null,"finish_reason":null',
+    requests = engine_requests(
+        *(loaded, response_id, prompts, samplings, grammars),
+        priority=request.priority,
+        cache_salt=request.cache_salt,
     )
-    n = samplings[0].n
-    logprobs = [_Logprobs(*echoed[index // n]) for index in range(len(requests))]
-    shape = _CompletionShape(loaded.tokenizer, request, head, encoder, logprobs)
+    shape = _CompletionShape(state, loaded, request, response_id, len(requests), echoed)
     ids = (response_id, *request.client_ids)
     await respond(state, loaded, exchange, requests, shape, stream=bool(request.stream), ids=ids)
 
@@ -104,46 +96,47 @@ class _Logprobs:
     num_chars: int = 0
 
 
-@dataclass
-class _CompletionShape:
+class _CompletionShape(OpenAIShape):
     """The shape of a response; the first part of a choice also has the echoed prompt."""
 
-    tokenizer: Tokenizer
-    request: CompletionRequest
-    head: dict[str, Any]
-    encoder: ChunkEncoder
-    logprobs: list[_Logprobs]
-    shows_all = False
+    kind = "text_completion"
+    before = '"text":'
+    after = ',"logprobs":null,"finish_reason":null'
 
-    def opening(self, choice: ResponseChoice) -> bytes:
-        """Return nothing."""
-        return b""
+    def __init__(
+        self,
+        state: ServerState,
+        loaded: LoadedModel,
+        request: CompletionRequest,
+        id: str,
+        num_choices: int,
+        echoed: list[tuple[str, list[int]]],
+    ) -> None:
+        super().__init__(state, loaded, request, id, num_choices, logprobs=request.logprobs is not None)
+        self._request = request
+        per_prompt = num_choices // len(echoed)
+        self._waiting = [_Logprobs(*echoed[index // per_prompt]) for index in range(num_choices)]
 
-    def event(self, choice: ResponseChoice, new: ChoiceOutput) -> bytes:
-        """Return a chunk."""
-        delta, request = new.delta, self.request
-        if choice.started and delta.finish_reason is None and request.logprobs is None and not request.return_token_ids:
-            return self.encoder.text_chunk(choice, delta.text) if delta.text else b""
+    def event(self, choice: ResponseChoice, delta: OutputDelta, parts: Sequence[AnswerPart]) -> bytes:
+        """Return a chunk, or nothing."""
+        if self.plain and choice.started and delta.finish_reason is None:
+            return self.text_chunk(choice, delta.text) if delta.text else b""
         part = self._choice(choice, delta)
         if part.text or part.logprobs or part.token_ids or part.prompt_token_ids or part.finish_reason:
-            return self.encoder.choice_chunk(choice, part)
+            return self.choice_chunk(choice, part)
         return b""
-
-    def last_events(self, usage: TotalUsage) -> bytes:
-        """Return the token counts, if they are asked for, and the end."""
-        return self.encoder.last_chunks(usage)
 
     def body(self, choices: Sequence[ResponseChoice], usage: TotalUsage) -> CompletionResponse:
         """Return the whole response."""
-        shaped = [self._choice(choice, choice.output.delta) for choice in choices]
+        shaped = [self._choice(choice, choice.output) for choice in choices]
         return CompletionResponse(**self.head, choices=shaped, usage=usage_info(usage))
 
     def _choice(self, choice: ResponseChoice, delta: OutputDelta) -> CompletionChoice:
         """Return a part of a choice, or all of it."""
-        first, ids = not choice.started, self.request.return_token_ids
+        first, ids = not choice.started, self._request.return_token_ids
         return CompletionChoice(
             index=choice.index,
-            text=self.logprobs[choice.index].echoed + delta.text if first else delta.text,
+            text=self._waiting[choice.index].echoed + delta.text if first else delta.text,
             logprobs=self._logprobs(choice, delta),
             finish_reason=None if delta.finish_reason is None else delta.finish_reason.value,
             stop_reason=delta.stop_reason,
@@ -153,9 +146,9 @@ class _CompletionShape:
         )
 
     def _logprobs(self, choice: ResponseChoice, delta: OutputDelta) -> CompletionLogprobs | None:
-        if self.request.logprobs is None:
+        if self._request.logprobs is None:
             return None
-        waiting = self.logprobs[choice.index]
+        waiting = self._waiting[choice.index]
         waiting.num_chars += len(delta.text)
         waiting.held += zip(delta.logprobs, delta.text_offsets, strict=True)
         num_ready = len(waiting.held)
@@ -164,7 +157,7 @@ class _CompletionShape:
         ready, waiting.held = waiting.held[:num_ready], waiting.held[num_ready:]
         offsets = [len(waiting.echoed) + min(offset, waiting.num_chars) for _, offset in ready]
         output = completion_logprobs(self.tokenizer, [entry for entry, _ in ready], offsets)
-        if choice.started or not self.request.echo or not delta.prompt_logprobs:
+        if choice.started or not self._request.echo or not delta.prompt_logprobs:
             return output if ready else None
         shaped = prompt_logprobs(self.tokenizer, choice.prompt_ids, delta.prompt_logprobs, waiting.prompt_offsets)
         extend(shaped, output)

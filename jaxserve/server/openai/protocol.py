@@ -142,7 +142,6 @@ class OpenAIFields(_FirstFields, kw_only=True, forbid_unknown_fields=True):
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             include_stop=bool(self.include_stop_str_in_output or self.no_stop_trim),
-            names={},
         )
 
 

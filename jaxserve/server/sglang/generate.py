@@ -14,18 +14,12 @@ import msgspec
 
 from jaxserve.api_types import FinishReason, SamplingParams, TokenLogprobs
 from jaxserve.errors import InvalidRequestError
+from jaxserve.server.generation.answers import AnswerPart
 from jaxserve.server.generation.engine_requests import compile_grammar, engine_requests
 from jaxserve.server.generation.prompts import max_output_tokens, read_prompts
-from jaxserve.server.generation.responder import (
-    LOGPROB_FLOOR,
-    ChoiceOutput,
-    ResponseChoice,
-    TotalUsage,
-    respond,
-)
+from jaxserve.server.generation.responder import LOGPROB_FLOOR, ResponseChoice, ResponseShape, TotalUsage, respond
 from jaxserve.server.generation.structured_fields import structured_outputs
 from jaxserve.server.http.exchange import HttpExchange
-from jaxserve.server.http.sse import DONE
 from jaxserve.server.server_state import LoadedModel, ServerState
 from jaxserve.server.sglang.generate_protocol import GenerateOutput, GenerateRequest, GenerateSampling, MetaInfo
 from jaxserve.text.output import OutputDelta
@@ -58,7 +52,11 @@ async def generate(state: ServerState, exchange: HttpExchange, request: Generate
     of_prompts = [grammars[where] for where, _ in sampling_params]
     response_id = request.rid if isinstance(request.rid, str) else exchange.request_id
     prompt_rids = _prompt_rids(request, len(prompts))
-    requests = engine_requests(loaded, response_id, prompts, samplings, of_prompts, request)
+    requests = engine_requests(
+        *(loaded, response_id, prompts, samplings, of_prompts),
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+    )
     n = len(requests) // len(prompts)
     ids = [name for rid in prompt_rids for name in _numbered(rid, n)] or _numbered(response_id, len(requests))
     parts: dict[str, tuple[int, ...]] = {name: (index,) for index, name in enumerate(ids)}
@@ -116,7 +114,7 @@ def _sampling(
 
 
 @dataclass
-class _GenerateShape:
+class _GenerateShape(ResponseShape):
     """The shape of a response. `ids` are those of the outputs."""
 
     tokenizer: Tokenizer
@@ -126,22 +124,14 @@ class _GenerateShape:
     arrival: float
     shows_all = True
 
-    def opening(self, choice: ResponseChoice) -> bytes:
-        """Return nothing."""
-        return b""
-
-    def event(self, choice: ResponseChoice, new: ChoiceOutput) -> bytes:
-        """Return an event with all of the output so far."""
-        if not (new.delta.text or new.delta.token_ids or new.delta.finish_reason is not None):
+    def event(self, choice: ResponseChoice, delta: OutputDelta, parts: Sequence[AnswerPart]) -> bytes:
+        """Return an event with all of the output so far, or nothing."""
+        if not (delta.text or delta.token_ids or delta.finish_reason is not None):
             return b""
         shaped = self._output(choice)
         if len(self.ids) > 1:
             shaped.index = choice.index
         return b"data: " + msgspec.json.encode(shaped) + b"\n\n"
-
-    def last_events(self, usage: TotalUsage) -> bytes:
-        """Return the end."""
-        return DONE
 
     def body(self, choices: Sequence[ResponseChoice], usage: TotalUsage) -> list[GenerateOutput] | GenerateOutput:
         """Return the whole response."""
@@ -149,7 +139,7 @@ class _GenerateShape:
         return shaped if self.is_list else shaped[0]
 
     def _output(self, choice: ResponseChoice) -> GenerateOutput:
-        output = choice.output.delta
+        output = choice.output
         meta = MetaInfo(
             id=self.ids[choice.index],
             finish_reason=_finish_reason(output),
@@ -158,7 +148,7 @@ class _GenerateShape:
         )
         if output.usage is not None:
             meta.cached_tokens = output.usage.cached_tokens
-            meta.e2e_latency = choice.seconds - self.arrival
+            meta.e2e_latency = choice.ended_at - self.arrival
         if self.request.return_logprob:
             self._add_logprobs(meta, choice.prompt_ids, output)
         return GenerateOutput(output.text, output.token_ids, meta)

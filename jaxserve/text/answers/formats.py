@@ -35,10 +35,10 @@ class CallFormat:
     """
 
     name: str
-    text: CallText | None
-    read: Callable[[Mapping[str, Any]], Format]
     in_templates: tuple[str, ...]
-    others: tuple[str, ...] = ()
+    others: tuple[str, ...]
+    read: Callable[[Mapping[str, Any]], Format]
+    text: CallText | None
     short_ids: bool = False
 
     @property
@@ -68,9 +68,9 @@ class ReasoningFormat:
     """How a model writes reasoning: between `marks`, or in a channel if there are none. Else as in `CallFormat`."""
 
     name: str
+    in_templates: tuple[str, ...]
+    others: tuple[str, ...]
     marks: Thinking | None
-    in_templates: tuple[str, ...] = ()
-    others: tuple[str, ...] = ()
 
     @property
     def in_channels(self) -> bool:
@@ -82,155 +82,89 @@ class ReasoningFormat:
         return harmony if self.marks is None else thinking(self.marks, inside=inside)
 
 
-def _json_calls(name: str, text: CallText, end: str, *in_templates: str, others: tuple[str, ...] = ()) -> CallFormat:
-    return CallFormat(name, text, lambda _: marked_json(text.marks, end), in_templates, others)
+def _json_calls(name: str, in_templates: str, others: tuple[str, ...], text: CallText, end: str) -> CallFormat:
+    return CallFormat(name, (in_templates,), others, lambda _: marked_json(text.marks, end), text)
 
 
-_CHANNEL_CALLS = CallFormat("gpt_oss", None, lambda _: harmony, ("<|channel|>",), ("openai", "harmony"))
-_CHANNELS = ReasoningFormat("gpt_oss", None, ("<|channel|>",), ("openai_gptoss", "harmony"))
+_CHANNEL_CALLS = CallFormat("gpt_oss", ("<|channel|>",), ("openai", "harmony"), lambda _: harmony, None)
+_CHANNELS = ReasoningFormat("gpt_oss", ("<|channel|>",), ("openai_gptoss", "harmony"), None)
+_LLAMA = ("<|python_tag|>", "Environment: ipython")
+_GLM, _QWEN3_CODER = ("glm", "glm4", "glm4_moe", "glm47"), ("qwen3_xml", "qwen_xml")
+_DEEPSEEK = ("deepseekv3", "deepseek_v31")
 _PYTHON = ParameterText("", "=", "", ", ")
 _FUNCTION_STOPS = ("</parameter>", "<parameter=", "</function>")
 _HERMES = CallText(
-    *("", '<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", "\n", ""),
-    marks=("<tool_call>",),
+    *("", '<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", "\n", ""), marks=("<tool_call>",),
     example="as a JSON object between two tags, for each call anew",
-)
+)  # fmt: skip
 DEFAULT_CALLS = _json_calls(
-    "hermes", _HERMES, "</tool_call>", "<tool_call>", others=("qwen", "qwen25", "qwen3", "exaone", "smollm3")
+    "hermes", "<tool_call>", ("qwen", "qwen25", "qwen3", "exaone", "smollm3"), _HERMES, "</tool_call>"
 )
 """The format of calls for a template that knows none."""
-# Both in the order in which a template is searched for their marks.
+# Both tables are in the order in which a template is searched for marks.
 _CALLS = (
     _CHANNEL_CALLS,
-    CallFormat(
-        "minimax_m2",
-        CallText(
-            *("<minimax:tool_call>\n", '<invoke name="', '">\n', "</invoke>\n", "", "</minimax:tool_call>"),
-            marks=MINIMAX_M2.begins,
-            parameters=ParameterText(
-                *('<parameter name="', '">', "</parameter>\n"),
-                stops=("</parameter>", "<parameter name=", "</invoke>", "</minimax:tool_call>"),
-            ),
+    CallFormat("minimax_m2", ("<minimax:tool_call>",), ("minimax",), functools.partial(markup, MINIMAX_M2), CallText(
+        *("<minimax:tool_call>\n", '<invoke name="', '">\n', "</invoke>\n", "", "</minimax:tool_call>"),
+        marks=MINIMAX_M2.begins,
+        parameters=ParameterText('<parameter name="', '">', "</parameter>\n", stops=(
+            "</parameter>", "<parameter name=", "</invoke>", "</minimax:tool_call>",
+        )),
+    )),
+    CallFormat("seed_oss", ("<seed:tool_call>",), (), functools.partial(markup, SEED_OSS), CallText(
+        *("", "<seed:tool_call>\n<function=", ">\n", "</function>\n</seed:tool_call>", "\n", ""),
+        marks=SEED_OSS.begins,
+        parameters=ParameterText("<parameter=", ">", "</parameter>\n", stops=(*_FUNCTION_STOPS, "</seed:tool_call>")),
+    )),
+    CallFormat("glm45", ("<arg_key>",), _GLM, functools.partial(markup, GLM45), CallText(
+        *("", "<tool_call>", "\n", "</tool_call>", "\n", ""), marks=GLM45.begins,
+        parameters=ParameterText(
+            "<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n", stops=("</arg_value>", "</tool_call>")
         ),
-        functools.partial(markup, MINIMAX_M2),
-        ("<minimax:tool_call>",),
-        ("minimax",),
-    ),
-    CallFormat(
-        "seed_oss",
-        CallText(
-            *("", "<seed:tool_call>\n<function=", ">\n", "</function>\n</seed:tool_call>", "\n", ""),
-            marks=SEED_OSS.begins,
-            parameters=ParameterText(
-                "<parameter=", ">", "</parameter>\n", stops=(*_FUNCTION_STOPS, "</seed:tool_call>")
-            ),
-        ),
-        functools.partial(markup, SEED_OSS),
-        ("<seed:tool_call>",),
-    ),
-    CallFormat(
-        "glm45",
-        CallText(
-            *("", "<tool_call>", "\n", "</tool_call>", "\n", ""),
-            marks=GLM45.begins,
-            parameters=ParameterText(
-                "<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n", stops=("</arg_value>", "</tool_call>")
-            ),
-        ),
-        functools.partial(markup, GLM45),
-        ("<arg_key>",),
-        ("glm", "glm4", "glm4_moe", "glm47"),
-    ),
-    CallFormat(
-        "qwen3_coder",
-        CallText(
-            *("", "<tool_call>\n<function=", ">\n", "</function>\n</tool_call>", "\n", ""),
-            marks=QWEN3_CODER.begins,
-            parameters=ParameterText(
-                "<parameter=", ">\n", "\n</parameter>\n", stops=(*_FUNCTION_STOPS, "</tool_call>")
-            ),
-        ),
-        functools.partial(markup, QWEN3_CODER),
-        ("<function=",),
-        ("qwen3_xml", "qwen_xml"),
-    ),
-    CallFormat(
-        "mistral",
-        CALL_LIST._replace(opening="[TOOL_CALLS][", marks=("[TOOL_CALLS]",)),
-        lambda _: mistral,
-        ("[TOOL_CALLS]",),
-        short_ids=True,
-    ),
-    CallFormat(
-        "deepseek_v3",
-        CallText(
-            *("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>", "\n```json\n"),
-            *("\n```<｜tool▁call▁end｜>", "\n", "<｜tool▁calls▁end｜>"),
-            marks=("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
-        ),
-        lambda _: deepseek_v3,
-        ("<｜tool▁call▁begin｜>",),
-        ("deepseekv3", "deepseek_v31", "deepseekv31"),
-    ),
-    _json_calls(
-        "phi4_mini_json",
-        CALL_LIST._replace(opening="<|tool_call|>[", closing="]<|/tool_call|>", marks=("<|tool_call|>", "functools")),
-        "<|/tool_call|>",
-        "<|/tool_call|>",
-        others=("phi4_mini",),
-    ),
-    _json_calls(
-        "granite",
-        CALL_LIST._replace(opening="<|tool_call|>[", marks=("<|tool_call|>", "<tool_call>")),
-        *("</tool_call>", "<|tool_call|>"),
-    ),
+    )),
+    CallFormat("qwen3_coder", ("<function=",), _QWEN3_CODER, functools.partial(markup, QWEN3_CODER), CallText(
+        *("", "<tool_call>\n<function=", ">\n", "</function>\n</tool_call>", "\n", ""), marks=QWEN3_CODER.begins,
+        parameters=ParameterText("<parameter=", ">\n", "\n</parameter>\n", stops=(*_FUNCTION_STOPS, "</tool_call>")),
+    )),
+    CallFormat("mistral", ("[TOOL_CALLS]",), (), lambda _: mistral, CALL_LIST._replace(
+        opening="[TOOL_CALLS][", marks=("[TOOL_CALLS]",),
+    ), short_ids=True),
+    CallFormat("deepseek_v3", ("<｜tool▁call▁begin｜>",), (*_DEEPSEEK, "deepseekv31"), lambda _: deepseek_v3, CallText(
+        *("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>", "\n```json\n"),
+        *("\n```<｜tool▁call▁end｜>", "\n", "<｜tool▁calls▁end｜>"),
+        marks=("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
+    )),
+    _json_calls("phi4_mini_json", "<|/tool_call|>", ("phi4_mini",), CALL_LIST._replace(
+        opening="<|tool_call|>[", closing="]<|/tool_call|>", marks=("<|tool_call|>", "functools"),
+    ), "<|/tool_call|>"),
+    _json_calls("granite", "<|tool_call|>", (), CALL_LIST._replace(
+        opening="<|tool_call|>[", marks=("<|tool_call|>", "<tool_call>"),
+    ), "</tool_call>"),
     DEFAULT_CALLS,
-    CallFormat(
-        "gemma4",
-        CallText(
-            *("", f"{gemma4.BEGIN}call:", "{", f"}}{gemma4.END}", "", ""),
-            marks=(gemma4.BEGIN,),
-            parameters=ParameterText("", ":", "", ",", stops=(gemma4.QUOTE, gemma4.END), quote=gemma4.QUOTE),
-        ),
-        lambda _: gemma4.gemma4,
-        (gemma4.BEGIN,),
-    ),
-    CallFormat(
-        "olmo3",
-        CallText(
-            *("<function_calls>", "", "(", ")", "\n", "</function_calls>"),
-            marks=("<function_calls>",),
-            parameters=_PYTHON,
-        ),
-        lambda _: olmo3,
-        ("<function_calls>",),
-    ),
-    CallFormat(
-        "pythonic",
-        CallText(*("[", "", "(", ")", ", ", "]"), answer=r"(<\|python_start\|>)?\s*\[", parameters=_PYTHON),
-        pythonic,
-        ("<|python_start|>", "func_name1("),
-        ("llama4_pythonic", "llama4"),
-    ),
-    CallFormat(
-        "llama3_json",
-        CallText(*("", '{"name": "', '", "parameters": ', "}", "; ", ""), answer=r"(<\|python_tag\|>)?\s*[\[{]"),
-        bare_json,
-        ("<|python_tag|>", "Environment: ipython"),
-        ("llama3", "llama4_json"),
-    ),
-)
+    CallFormat("gemma4", (gemma4.BEGIN,), (), lambda _: gemma4.gemma4, CallText(
+        *("", f"{gemma4.BEGIN}call:", "{", f"}}{gemma4.END}", "", ""), marks=(gemma4.BEGIN,),
+        parameters=ParameterText("", ":", "", ",", stops=(gemma4.QUOTE, gemma4.END), quote=gemma4.QUOTE),
+    )),
+    CallFormat("olmo3", ("<function_calls>",), (), lambda _: olmo3, CallText(
+        *("<function_calls>", "", "(", ")", "\n", "</function_calls>"), marks=("<function_calls>",),
+        parameters=_PYTHON,
+    )),
+    CallFormat("pythonic", ("<|python_start|>", "func_name1("), ("llama4_pythonic", "llama4"), pythonic, CallText(
+        *("[", "", "(", ")", ", ", "]"), answer=r"(<\|python_start\|>)?\s*\[", parameters=_PYTHON,
+    )),
+    CallFormat("llama3_json", _LLAMA, ("llama3", "llama4_json"), bare_json, CallText(
+        *("", '{"name": "', '", "parameters": ', "}", "; ", ""), answer=r"(<\|python_tag\|>)?\s*[\[{]",
+    )),
+)  # fmt: skip
 _REASONING = (
     _CHANNELS,
-    ReasoningFormat("gemma4", GEMMA_THOUGHT, ("<|channel>",)),
-    ReasoningFormat("seed_oss", SEED_THINK, ("<seed:think>",)),
-    ReasoningFormat(
-        "deepseek_r1", THINK, ("</think>", "<think>"), ("deepseek_v3", "deepseek_v31", "deepseekv3", "think")
-    ),
-    ReasoningFormat("granite", GRANITE, ("Here is my thought process:",)),
-    ReasoningFormat("qwen3", THINK, others=("qwen3_thinking", "smollm3", "exaone4")),
-    ReasoningFormat("glm45", THINK, others=("glm", "glm4", "glm4_moe", "glm47")),
-    ReasoningFormat("minimax_m2", THINK, others=("minimax", "minimax_m2_append_think")),
+    ReasoningFormat("gemma4", ("<|channel>",), (), GEMMA_THOUGHT),
+    ReasoningFormat("seed_oss", ("<seed:think>",), (), SEED_THINK),
+    ReasoningFormat("deepseek_r1", ("</think>", "<think>"), (*_DEEPSEEK, "deepseek_v3", "think"), THINK),
+    ReasoningFormat("granite", ("Here is my thought process:",), (), GRANITE),
+    ReasoningFormat("qwen3", (), ("qwen3_thinking", "smollm3", "exaone4"), THINK),
+    ReasoningFormat("glm45", (), _GLM, THINK),
+    ReasoningFormat("minimax_m2", (), ("minimax", "minimax_m2_append_think"), THINK),
 )
 CALL_FORMATS = {one.name: one for one in _CALLS}
 

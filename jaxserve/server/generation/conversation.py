@@ -1,0 +1,96 @@
+"""From the messages of a conversation to the ids of its prompt, the grammar of its answers, and how these are read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from jaxserve.api_types import StructuredOutputs
+from jaxserve.errors import InvalidRequestError
+from jaxserve.server.generation.answers import AnswerPlan, Place, answer_grammar, place_in_reasoning, plan_answer
+from jaxserve.server.generation.chat_messages import ChatOptions, render_prompt, text_of
+from jaxserve.server.generation.engine_requests import check_grammar
+from jaxserve.server.generation.prompts import check_prompt, encode_texts
+from jaxserve.server.generation.tools import ToolUse
+from jaxserve.server.server_state import LoadedModel, ServerState
+from jaxserve.text.grammars.formats import grammar_of
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages, the options of their template, and what is asked of the answer.
+
+    `form` is the form that it must have, after the field that says so. `add_special_tokens`: the tokenizer adds its
+    own, though a template writes them itself.
+    """
+
+    messages: list[dict[str, Any]]
+    options: ChatOptions
+    tools: ToolUse | None = None
+    form: tuple[str, StructuredOutputs] | None = None
+    reasoning_effort: str | None = None
+    add_special_tokens: bool = False
+    separates_reasoning: bool = True
+    shows_reasoning: bool = True
+
+
+async def prepare_answer(
+    state: ServerState, loaded: LoadedModel, asked: Conversation
+) -> tuple[list[int], str, AnswerPlan]:
+    """Return the ids of the prompt, the grammar of its answers ("" for none), and how they are read.
+
+    Raises `InvalidRequestError` for what the template or a grammar can't express, and for a prompt that is too long.
+    """
+    tools = asked.tools
+    prompt = await render_prompt(
+        *(state, loaded, asked.messages, asked.options, None if tools is None else tools.shown, asked.reasoning_effort)
+    )
+    place = place_in_reasoning(
+        *(loaded.formats.thinking, prompt.text, text_of(asked.messages[-1])),
+        continues=bool(asked.options.continue_final_message),
+    )
+    grammar = await _compile_grammar(state, loaded, tools, asked.form, place)
+    (ids,) = await encode_texts(
+        state,
+        loaded,
+        [prompt.written],
+        add_special_tokens=asked.add_special_tokens,
+        param="messages",
+        encoder=prompt.encoder,
+    )
+    check_prompt(ids, loaded.engine.info, param="messages")
+    plan = plan_answer(
+        *(loaded, tools, place),
+        is_held=grammar != "",
+        separates_reasoning=asked.separates_reasoning,
+        shows_reasoning=asked.shows_reasoning,
+    )
+    return ids, grammar, plan
+
+
+async def _compile_grammar(
+    state: ServerState,
+    loaded: LoadedModel,
+    tools: ToolUse | None,
+    asked: tuple[str, StructuredOutputs] | None,
+    place: Place,
+) -> str:
+    """Return the grammar of answers that begin at a place in their reasoning, or "".
+
+    Raises `InvalidRequestError` naming the field at fault. An answer that must be a call needs no form.
+    """
+    field, outputs = asked if asked and not (tools and tools.required) else ("tools", None)
+    if outputs is None and tools is None:
+        return ""
+
+    def compose(tools: ToolUse | None) -> str:
+        form = "" if outputs is None else grammar_of(outputs)
+        return answer_grammar(loaded, tools, form, place)
+
+    try:
+        return await check_grammar(state, loaded, lambda: compose(tools), param=field)
+    except InvalidRequestError:
+        loosened = None if tools is None else tools.loosened()
+        if loosened is None:
+            raise
+    return await check_grammar(state, loaded, lambda: compose(loosened), param=field)
