@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.grouped_matmul.backends import BACKENDS, choose_backend
+from pallas_kernels.grouped_matmul.backends import BACKENDS
 from pallas_kernels.grouped_matmul.cpu.backend import multiply_packed
 from pallas_kernels.grouped_matmul.gate import Gate
 from pallas_kernels.grouped_matmul.groups import Groups
@@ -52,6 +52,6 @@ def grouped_matmul(
             x, factors = quantize_inputs(x, scheme, weight.input_scale, backend, one_pass=one_pass)
             x, factors = x[:rows], factors[:rows]
     elif backend is None:
-        backend = choose_backend(weight.shape[1], weight.shape[2], None, target)
+        backend = BACKENDS.choose(target, (*weight.shape[1:], None))
     options |= {"out_dtype": out_dtype, "backend": backend}
     return BACKENDS.module(backend.name).multiply(x, factors, weight, groups, **options).astype(out_dtype)

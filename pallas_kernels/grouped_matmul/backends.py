@@ -52,8 +52,3 @@ BACKENDS = BackendTable[ExpertsModule](
     names=("reference", "triton", "mosaic_gpu", "mosaic_tpu"),
     preferred={"cuda": ("triton",), "gpu": ("triton",), "tpu": ("mosaic_tpu",)},
 )
-
-
-def choose_backend(out_dim: int, in_dim: int, scheme: Scheme | None, target: KernelTarget) -> Backend:
-    """Return the backend that multiplies by experts `[out_dim, in_dim]` of one shard."""
-    return BACKENDS.choose(target, (out_dim, in_dim, scheme))

@@ -11,13 +11,7 @@ from jaxtyping import Array, Float, Float32, Shaped
 from pallas_kernels.dispatch import Backend
 from pallas_kernels.grouped_matmul.gate import Gate
 from pallas_kernels.grouped_matmul.groups import Groups
-from pallas_kernels.quantized_matmul import QuantizedWeight, Scheme, dequantize
-from pallas_kernels.target import KernelTarget
-
-
-def refusal(out_dim: int, in_dim: int, scheme: Scheme | None, target: KernelTarget) -> str | None:
-    """See `backends.ExpertsModule`."""
-    return None
+from pallas_kernels.quantized_matmul import QuantizedWeight, dequantize
 
 
 def multiply(
