@@ -55,8 +55,8 @@ class BackendTable[Module]:
     """The backends of a room: all names, and by platform those that are tried before the reference, best first.
 
     A backend's module is of the type `Module`. Its `refusal(*problem, target)` says why it doesn't support a problem on
-    a device that its compiler has kernels for, or returns None. The reference supports everything. A platform that
-    isn't named has the order of a CPU.
+    a device that its compiler has kernels for, or returns None. The reference supports everything, and isn't asked. A
+    platform that isn't named has the order of a CPU.
     """
 
     room: str
@@ -92,6 +92,8 @@ class BackendTable[Module]:
 
     def refusal(self, name: BackendName, target: KernelTarget, *problems: tuple[Any, ...]) -> str | None:
         """Return why a backend doesn't support all of the problems, or None."""
+        if name == "reference":
+            return None
         if why := refused_device(name, target):
             return why
         module: Any = self.module(name)

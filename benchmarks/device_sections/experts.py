@@ -12,7 +12,7 @@ from device_sections.machine import COPY, MATMUL
 from device_sections.run import SectionRun, seconds_per_call
 from pallas_kernels.dispatch import Backend, BackendName
 from pallas_kernels.expert_routing import Routing, choose_experts, group_by_expert
-from pallas_kernels.grouped_matmul import BACKENDS, choose_backend, grouped_matmul
+from pallas_kernels.grouped_matmul import BACKENDS, grouped_matmul
 from pallas_kernels.grouped_matmul.tuning import Experts
 from pallas_kernels.quantized_matmul import Scheme
 from pallas_kernels.target import CPU, KernelTarget, target_of
@@ -35,7 +35,7 @@ _TURNS = 8
 def check_defaults(run: SectionRun) -> None:
     """Compare the default backend with float64 on every case of the test suite, and routing with XLA's."""
     target = target_of(run.device)
-    chosen = choose_backend(CASES[0].outputs, CASES[0].inputs, CASES[0].scheme, target).name
+    chosen = BACKENDS.choose(target, (CASES[0].outputs, CASES[0].inputs, CASES[0].scheme)).name
     _compare(run, _BACKENDS["cpu"][0] if chosen == "reference" else chosen)
     with run.reporting("routing"):
         logits = jax.random.normal(jax.random.key(0), (4 if run.tiny else 500, 128))
@@ -92,7 +92,7 @@ def products(run: SectionRun) -> None:
 
 
 def _measure(run: SectionRun, name: str, experts: Experts, choices: int, target: KernelTarget) -> None:
-    backend = choose_backend(experts.out_dim, experts.in_dim, experts.scheme, target)
+    backend = BACKENDS.choose(target, (experts.out_dim, experts.in_dim, experts.scheme))
     kind = "bf16" if experts.scheme is None else experts.scheme.numbers
     nbytes = experts.out_dim * experts.in_dim * (16 if experts.scheme is None else experts.scheme.bits) / 8
     turns = 1 if run.tiny else _TURNS

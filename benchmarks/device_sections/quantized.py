@@ -14,7 +14,7 @@ import numpy as np
 from device_sections.machine import COPY
 from device_sections.run import SectionRun, seconds_per_call
 from pallas_kernels.dispatch import Backend, BackendName
-from pallas_kernels.quantized_matmul import BACKENDS, QuantizedWeight, Scheme, choose_backend, make_weight
+from pallas_kernels.quantized_matmul import BACKENDS, QuantizedWeight, Scheme, make_weight
 from pallas_kernels.quantized_matmul import quantized_matmul as multiply
 from pallas_kernels.target import KernelTarget, target_of
 from pallas_kernels.tune.task import random_array
@@ -41,7 +41,7 @@ def check_defaults(run: SectionRun) -> None:
     target = target_of(run.device)
 
     def chosen(case: Case) -> str:
-        return choose_backend(int(np.prod(case.out)), case.inputs, case.scheme, target).name
+        return BACKENDS.choose(target, (int(np.prod(case.out)), case.inputs, case.scheme)).name
 
     for name in sorted({chosen(case) for case in CASES}):
         _compare(run, name, [case for case in CASES if chosen(case) == name])
@@ -101,7 +101,7 @@ def products(run: SectionRun) -> None:
 
 def _kernels(out_dim: int, in_dim: int, scheme: Scheme, target: KernelTarget) -> list[Backend]:
     """Return the backends that take a weight here, the chosen one first, without the reference."""
-    names = [choose_backend(out_dim, in_dim, scheme, target).name, *BACKENDS.names]
+    names = [BACKENDS.choose(target, (out_dim, in_dim, scheme)).name, *BACKENDS.names]
     able = [name for name in names if BACKENDS.refusal(name, target, (out_dim, in_dim, scheme)) is None]
     return [Backend(name, target) for name in dict.fromkeys(able) if name != "reference"]
 

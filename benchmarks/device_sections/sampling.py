@@ -10,7 +10,8 @@ import numpy as np
 
 from device_sections.run import SectionRun
 from pallas_kernels.dispatch import has_triton
-from pallas_kernels.sampling import DrawParameters, FloatColumn, IntColumn, SlotTable, reference
+from pallas_kernels.sampling import reference
+from pallas_kernels.sampling.parameters import DrawParameters, FloatColumn, IntColumn, SlotTable
 from pallas_kernels.sampling.triton import TopLogits, draw_tokens, top_logits
 from pallas_kernels.target import target_of
 

@@ -23,7 +23,7 @@ from jaxserve.quant.checkpoint import OnTheFly
 from jaxserve.quant.stored import Stored, StoredWeight, join
 from pallas_kernels import grouped_matmul
 from pallas_kernels.cpu import refusal
-from pallas_kernels.quantized_matmul import BLOCK, STRIP, Backend, NumberType, Scheme, arrangement, choose_backend
+from pallas_kernels.quantized_matmul import BACKENDS, BLOCK, STRIP, Backend, NumberType, Scheme, arrangement
 from pallas_kernels.target import KernelTarget
 
 HEAD: Path = ("output",)
@@ -242,12 +242,12 @@ def _form(
                 f"has {outputs} x {inputs}{f' in groups of {group}' if scheme.group else ''}"
             )
         return WeightForm(scheme, weight.factors, weight.zeros, bool(weight.order))
-    choose = grouped_matmul.choose_backend if spec.num_experts else choose_backend
-    backend = choose(outputs, inputs, scheme, target)
+    backends: Any = grouped_matmul.BACKENDS if spec.num_experts else BACKENDS
+    backend = backends.choose(target, (outputs, inputs, scheme))
     if backend.name == "reference" and scheme.numbers == "fp4":
         # Twice these numbers are integers
         scheme = dataclasses.replace(scheme, numbers="int8")
-        backend = choose(outputs, inputs, scheme, target)
+        backend = backends.choose(target, (outputs, inputs, scheme))
     if backend.name == "reference":
         return f"no kernel for {target.kind or target.platform} multiplies by {weight.type} of {outputs} x {inputs}"
     order = arrangement(backend, inputs, scheme)

@@ -7,8 +7,9 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.grouped_matmul.backends import BACKENDS, choose_backend
+from pallas_kernels.grouped_matmul.backends import BACKENDS
 from pallas_kernels.grouped_matmul.cpu.backend import multiply_packed
+from pallas_kernels.grouped_matmul.epilogue import Epilogue
 from pallas_kernels.grouped_matmul.gate import Gate
 from pallas_kernels.grouped_matmul.groups import Groups
 from pallas_kernels.quantized_matmul import Backend, HeldWeight, PackedWeight, QuantizedWeight
@@ -39,9 +40,9 @@ def grouped_matmul(
     `backend` multiplies by weights of 16 bits, by default the one chosen for `target`; a quantized weight has its own.
     `one_pass` says that no norm precedes (see `quantize_inputs`).
     """
-    options: dict[str, Any] = {"bias": bias, "gate": gate, "of_tokens": of_tokens}
+    epilogue = Epilogue(bias, gate)
     if isinstance(weight, PackedWeight):
-        return multiply_packed(x, weight, groups, **options).astype(out_dtype)
+        return multiply_packed(x, weight, groups, epilogue, of_tokens=of_tokens).astype(out_dtype)
     weight = weight.reshape(groups.num_experts, -1, x.shape[1])
     factors = None
     if isinstance(weight, QuantizedWeight):
@@ -52,6 +53,6 @@ def grouped_matmul(
             x, factors = quantize_inputs(x, scheme, weight.input_scale, backend, one_pass=one_pass)
             x, factors = x[:rows], factors[:rows]
     elif backend is None:
-        backend = choose_backend(weight.shape[1], weight.shape[2], None, target)
-    options |= {"out_dtype": out_dtype, "backend": backend}
-    return BACKENDS.module(backend.name).multiply(x, factors, weight, groups, **options).astype(out_dtype)
+        backend = BACKENDS.choose(target, (*weight.shape[1:], None))
+    options: dict[str, Any] = {"of_tokens": of_tokens, "out_dtype": out_dtype, "backend": backend}
+    return BACKENDS.module(backend.name).multiply(x, factors, weight, groups, epilogue, **options).astype(out_dtype)

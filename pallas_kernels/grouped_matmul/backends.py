@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from jaxtyping import Array, Float, Float32, Shaped
 
 from pallas_kernels.dispatch import Backend, BackendTable
-from pallas_kernels.grouped_matmul.gate import Gate
+from pallas_kernels.grouped_matmul.epilogue import Epilogue
 from pallas_kernels.grouped_matmul.groups import Groups
 from pallas_kernels.quantized_matmul import QuantizedWeight, Scheme
 from pallas_kernels.target import KernelTarget
@@ -31,9 +31,8 @@ class ExpertsModule(Protocol):
         factors: Float32[Array, "tokens_or_rows groups"] | None,
         weight: Float[Array, "experts out_dim in_dim"] | QuantizedWeight,
         groups: Groups,
+        epilogue: Epilogue,
         *,
-        bias: Float[Array, "experts out_dim"] | None,
-        gate: Gate | None,
         of_tokens: bool,
         out_dtype: Any,
         backend: Backend,
@@ -52,8 +51,3 @@ BACKENDS = BackendTable[ExpertsModule](
     names=("reference", "triton", "mosaic_gpu", "mosaic_tpu"),
     preferred={"cuda": ("triton",), "gpu": ("triton",), "tpu": ("mosaic_tpu",)},
 )
-
-
-def choose_backend(out_dim: int, in_dim: int, scheme: Scheme | None, target: KernelTarget) -> Backend:
-    """Return the backend that multiplies by experts `[out_dim, in_dim]` of one shard."""
-    return BACKENDS.choose(target, (out_dim, in_dim, scheme))

@@ -9,15 +9,9 @@ from jax import lax
 from jaxtyping import Array, Float, Float32, Shaped
 
 from pallas_kernels.dispatch import Backend
-from pallas_kernels.grouped_matmul.gate import Gate
+from pallas_kernels.grouped_matmul.epilogue import Epilogue
 from pallas_kernels.grouped_matmul.groups import Groups
-from pallas_kernels.quantized_matmul import QuantizedWeight, Scheme, dequantize
-from pallas_kernels.target import KernelTarget
-
-
-def refusal(out_dim: int, in_dim: int, scheme: Scheme | None, target: KernelTarget) -> str | None:
-    """See `backends.ExpertsModule`."""
-    return None
+from pallas_kernels.quantized_matmul import QuantizedWeight, dequantize
 
 
 def multiply(
@@ -25,9 +19,8 @@ def multiply(
     factors: Float32[Array, "tokens_or_rows groups"] | None,
     weight: Float[Array, "experts out_dim in_dim"] | QuantizedWeight,
     groups: Groups,
+    epilogue: Epilogue,
     *,
-    bias: Float[Array, "experts out_dim"] | None,
-    gate: Gate | None,
     of_tokens: bool,
     out_dtype: Any,
     backend: Backend,
@@ -41,19 +34,4 @@ def multiply(
     dense = dequantize(weight) if isinstance(weight, QuantizedWeight) else weight.astype(jnp.float32)
     sizes = jnp.diff(groups.starts)
     out = lax.ragged_dot(values, dense.swapaxes(1, 2), sizes, precision=lax.Precision.HIGHEST)
-    return join(out, groups, bias, gate)
-
-
-def join(
-    sums: Float32[Array, "rows out_dim"],
-    groups: Groups,
-    bias: Float[Array, "experts out_dim"] | None,
-    gate: Gate | None,
-) -> Float32[Array, "rows out_or_half"]:
-    """Add the biases of rows' experts, and join gate and up."""
-    if bias is not None:
-        sums += bias[groups.experts].astype(jnp.float32)
-    if gate is None:
-        return sums
-    half = sums.shape[1] // 2
-    return gate.join(sums[:, :half], sums[:, half:])
+    return epilogue.apply(out, groups)

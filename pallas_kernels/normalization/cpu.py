@@ -33,10 +33,7 @@ def supports_norm(x: Float[Array, "*rows dim"], weight: Float[Array, "*some dim"
 
 
 def rms_norm(x: Float[Array, "*rows dim"], weight: Float[Array, "*some dim"], eps: float) -> Float[Array, "*rows dim"]:
-    """Scale each row to unit mean square, in float32, then multiply by `weight` in `weight`'s dtype.
-
-    The shape of `weight` equals the last dimensions of `x`.
-    """
+    """Compute `api.rms_norm`. The shape of `weight` equals the last dimensions of `x`."""
     return _normed(Norm(x.dtype.name, weight.dtype.name, float(eps)), x, weight)
 
 
@@ -47,10 +44,7 @@ def layer_norm(
     *,
     eps: float,
 ) -> Float[Array, "*rows dim"]:
-    """Shift and scale each row to mean 0 and variance 1, multiply by `weight` and add `bias`, all in float32.
-
-    The shapes of `weight` and `bias` equal the last dimensions of `x`; their dtypes are the same.
-    """
+    """Compute `api.layer_norm`. The shapes of `weight` and `bias` equal the last dimensions of `x`."""
     kernel = Norm(x.dtype.name, weight.dtype.name, float(eps), centered=True, biased=bias is not None)
     return _normed(kernel, x, weight) if bias is None else _normed(kernel, x, weight, bias)
 

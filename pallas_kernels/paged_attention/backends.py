@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
 
 from pallas_kernels.dispatch import Backend, BackendTable
-from pallas_kernels.paged_attention.arguments import AttentionOptions, Rows
 from pallas_kernels.paged_attention.layout import KVLayout, PagedKV
 from pallas_kernels.paged_attention.problem import Problem
 from pallas_kernels.target import KernelTarget
@@ -25,17 +24,7 @@ class AttentionModule(Protocol):
     def refusal(self, problem: Problem, target: KernelTarget) -> str | None:
         """Return why the backend doesn't support this problem on this target, or None."""
 
-    def paged_attention(
-        self,
-        q: Float[Array, "tokens heads head_dim"],
-        k: Float[Array, "tokens kv_heads head_dim"] | None,
-        v: Float[Array, "tokens kv_heads head_dim"] | None,
-        kv: PagedKV,
-        layer: int | Int[Array, ""],
-        rows: Rows,
-        options: AttentionOptions,
-        backend: Backend,
-    ) -> tuple[Float[Array, "tokens heads head_dim"], PagedKV]:
+    def paged_attention(self, *arguments: Any) -> tuple[Array, PagedKV]:
         """Compute `api.paged_attention`."""
 
 

@@ -21,9 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels.dispatch import Backend
 from pallas_kernels.paged_attention.arguments import AttentionOptions, Rows
 from pallas_kernels.paged_attention.layout import PagedKV
-from pallas_kernels.paged_attention.problem import Problem
 from pallas_kernels.paged_attention.write import write_kv
-from pallas_kernels.target import KernelTarget
 
 DECODE_ROWS = 16
 DECODE_BLOCK = 64
@@ -48,11 +46,6 @@ class _RunningSoftmax(NamedTuple):
     out: Float[Array, "... head_dim"]
     peak: Float[Array, "..."]
     total: Float[Array, "..."]
-
-
-def refusal(problem: Problem, target: KernelTarget) -> str | None:
-    """Return None: this backend supports everything on every device."""
-    return None
 
 
 def paged_attention(

@@ -2,7 +2,7 @@
 
 from pallas_kernels.dispatch import Backend
 from pallas_kernels.quantized_matmul.api import HeldWeight, quantized_matmul
-from pallas_kernels.quantized_matmul.backends import BACKENDS, arrangement, choose_backend
+from pallas_kernels.quantized_matmul.backends import BACKENDS, arrangement
 from pallas_kernels.quantized_matmul.cpu.layout import (
     BLOCK,
     FACTORS,
@@ -38,7 +38,6 @@ __all__ = [
     "QuantizedWeight",
     "Scheme",
     "arrangement",
-    "choose_backend",
     "dequantize",
     "gather_rows",
     "make_weight",

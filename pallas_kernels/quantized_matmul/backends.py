@@ -59,11 +59,6 @@ BACKENDS = BackendTable[ProductModule](
 )
 
 
-def choose_backend(out_dim: int, in_dim: int, scheme: Scheme, target: KernelTarget) -> Backend:
-    """Return the backend that multiplies by the weight of one shard `[out_dim, in_dim]`."""
-    return BACKENDS.choose(target, (out_dim, in_dim, scheme))
-
-
 def arrangement(backend: Backend, in_dim: int, scheme: Scheme) -> tuple[int, ...]:
     """Return how the numbers of a weight of one shard must be arranged (see `QuantizedWeight`)."""
     arrange = getattr(BACKENDS.module(backend.name), "arrangement", None)

@@ -10,13 +10,6 @@ from jaxtyping import Array, Float32, Shaped
 
 from pallas_kernels.dispatch import Backend
 from pallas_kernels.quantized_matmul.layout import QuantizedWeight, dequantize
-from pallas_kernels.quantized_matmul.scheme import Scheme
-from pallas_kernels.target import KernelTarget
-
-
-def refusal(out_dim: int, in_dim: int, scheme: Scheme, target: KernelTarget) -> str | None:
-    """See `backends.ProductModule`."""
-    return None
 
 
 def multiply(

@@ -17,7 +17,7 @@ from jaxserve.runtime.devices.topology import target_mesh
 from jaxserve.runtime.programs.hlo import instructions
 from jaxserve.runtime.programs.inspection import own_kernels_of
 from pallas_kernels.expert_routing import group_by_expert
-from pallas_kernels.grouped_matmul import Gate, choose_backend, grouped_matmul
+from pallas_kernels.grouped_matmul import BACKENDS, Gate, grouped_matmul
 from pallas_kernels.quantized_matmul import Backend, Scheme, make_weight
 from pallas_kernels.target import target_of
 from tests.aot.conftest import Row
@@ -47,7 +47,7 @@ def compiled_experts(mesh: Mesh, scheme: Scheme | None, tokens: int) -> Any:
 
     def experts(outputs: int, inputs: int) -> Any:
         if scheme is None:
-            assert choose_backend(outputs, inputs, None, target).name == "mosaic_tpu"
+            assert BACKENDS.choose(target, (outputs, inputs, None)).name == "mosaic_tpu"
             return struct((EXPERTS, outputs, inputs))
         backend = Backend("mosaic_tpu", target)
         of_expert = make_weight((outputs, inputs), scheme, backend, struct)

@@ -18,7 +18,8 @@ from jaxserve.runtime.programs.hlo import instructions
 from jaxserve.runtime.step import sampling
 from jaxserve.runtime.step.state import INT_COLUMNS, SamplingRows
 from pallas_kernels.paged_attention import target_of
-from pallas_kernels.sampling import Edits, FloatColumn, SlotTable, triton
+from pallas_kernels.sampling import triton
+from pallas_kernels.sampling.parameters import Edits, FloatColumn, SlotTable
 from tests.aot.kernels import checked_kernels
 from tests.selection import grid
 

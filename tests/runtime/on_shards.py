@@ -32,7 +32,7 @@ from jaxserve.runtime.step.state import make_state, state_specs
 from jaxserve.step_plan import StepPlan, WindowGroup
 from jaxserve.weights.dummy import dummy_params
 from pallas_kernels.paged_attention import REFERENCE, KernelTarget
-from pallas_kernels.sampling import IntColumn
+from pallas_kernels.sampling.parameters import IntColumn
 from tests.runtime.step.test_sampling import VOCAB, _rows, sample_all, sample_all_by_triton
 from tests.runtime.tiny import CAPACITY, F32, laid_out, on_trees, open_slots, opening, prefill, specs
 

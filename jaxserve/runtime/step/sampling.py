@@ -29,17 +29,8 @@ from jaxserve.runtime.step.groups import in_groups
 from jaxserve.runtime.step.state import SamplingRows
 from pallas_kernels.normalization import log_sum_exp
 from pallas_kernels.paged_attention import KernelTarget
-from pallas_kernels.sampling import (
-    COUNT_MASK,
-    DrawParameters,
-    Edits,
-    FloatColumn,
-    IntColumn,
-    RowKernels,
-    SlotTable,
-    draw_tokens,
-    row_kernels,
-)
+from pallas_kernels.sampling import RowKernels, draw_tokens, row_kernels
+from pallas_kernels.sampling.parameters import COUNT_MASK, DrawParameters, Edits, FloatColumn, IntColumn, SlotTable
 
 # Rows whose logits are changed, or searched for the likeliest ones, at once, where only the first rows are needed.
 _FEW_ROWS = 8

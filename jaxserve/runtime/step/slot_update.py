@@ -26,7 +26,7 @@ from jaxserve.runtime.step.program import ProgramKey, ProgramKind, RankFunction,
 from jaxserve.runtime.step.state import INT_COLUMNS, DeviceState, SlotColumn
 from jaxserve.runtime.step.verify import read_tokens
 from jaxserve.step_plan import Capacity, SlotOpen
-from pallas_kernels.sampling import COUNT_MASK, SEEN_IN_PROMPT, FloatColumn, IntColumn
+from pallas_kernels.sampling.parameters import COUNT_MASK, SEEN_IN_PROMPT, FloatColumn, IntColumn
 
 # What one call holds for a rank. A step rarely starts more than 16 requests, and the input of `update` stays near 5 KB.
 # On a CPU, padding costs time: 25 us for each penalized slot, 10 us for 500 tokens. For a scatter of 1,024 tokens, XLA

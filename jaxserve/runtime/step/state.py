@@ -25,7 +25,7 @@ from jaxserve.runtime.speculation.draft_model import DraftModel
 from jaxserve.step_plan import Capacity
 from pallas_kernels.ngram_lookup import NgramIndex, NgramLookup
 from pallas_kernels.paged_attention import KVLayout, PagedKV, is_float8, kv_layout
-from pallas_kernels.sampling import FloatColumn, IntColumn
+from pallas_kernels.sampling.parameters import FloatColumn, IntColumn
 
 # Entries of a slot's table of n-grams; of longer sequences, n-grams of the same hash replace each other more often.
 _MAX_ENTRIES = 2**14

@@ -8,9 +8,8 @@ from jaxtyping import Array, Float, Float32
 
 from pallas_kernels.cpu import call
 from pallas_kernels.grouped_matmul.cpu.kernel import GroupedMatmul
-from pallas_kernels.grouped_matmul.gate import Gate
+from pallas_kernels.grouped_matmul.epilogue import Epilogue
 from pallas_kernels.grouped_matmul.groups import Groups
-from pallas_kernels.grouped_matmul.reference import join
 from pallas_kernels.quantized_matmul import STRIP, PackedWeight
 from pallas_kernels.quantized_matmul.cpu.inputs import round_inputs
 
@@ -19,9 +18,8 @@ def multiply_packed(
     x: Float[Array, "tokens_or_rows in_dim"],
     weight: PackedWeight,
     groups: Groups,
+    epilogue: Epilogue,
     *,
-    bias: Float[Array, "experts out_dim"] | None,
-    gate: Gate | None,
     of_tokens: bool,
 ) -> Float32[Array, "rows out_or_half"]:
     """See `api.grouped_matmul`.
@@ -45,4 +43,4 @@ def multiply_packed(
     sums = call(GroupedMatmul(weight.format, by_block), result, *operands)
     if factors is not None and not by_block:
         sums *= factors[tokens]
-    return join(sums, groups, bias, gate)
+    return epilogue.apply(sums, groups)

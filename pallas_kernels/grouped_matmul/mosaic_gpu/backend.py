@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Float32, Shaped
 
 from pallas_kernels.dispatch import Backend
 from pallas_kernels.grouped_matmul import reference
-from pallas_kernels.grouped_matmul.gate import Gate
+from pallas_kernels.grouped_matmul.epilogue import Epilogue
 from pallas_kernels.grouped_matmul.groups import Groups
 from pallas_kernels.grouped_matmul.mosaic_gpu.kernel import MosaicGpuGroupedMatmul
 from pallas_kernels.grouped_matmul.mosaic_gpu.plan import make_plan
@@ -52,27 +52,26 @@ def multiply(
     factors: Float32[Array, "tokens_or_rows groups"] | None,
     weight: Float[Array, "experts out_dim in_dim"] | QuantizedWeight,
     groups: Groups,
+    epilogue: Epilogue,
     *,
-    bias: Float[Array, "experts out_dim"] | None,
-    gate: Gate | None,
     of_tokens: bool,
     out_dtype: Any,
     backend: Backend,
 ) -> Float[Array, "rows out_or_half"]:
     """See `backends.ExpertsModule`."""
     options: dict[str, Any] = {"of_tokens": of_tokens, "backend": backend}
-    target, interpret = backend.target, backend.interpret
+    target, interpret, bias, gate = backend.target, backend.interpret, epilogue.bias, epilogue.gate
     experts, out_dim, in_dim = weight.shape
     numbers: Any = weight
     scheme, scale, zero, unpacking = None, None, None, None
     if isinstance(weight, QuantizedWeight):
         scheme, numbers, scale, zero = weight.scheme, weight.numbers, weight.scale, weight.zero
     if (factors is None and x.dtype != jnp.bfloat16) or (scheme is None and numbers.dtype != jnp.bfloat16):
-        return reference.multiply(x, factors, weight, groups, bias=bias, gate=gate, out_dtype=out_dtype, **options)
+        return reference.multiply(x, factors, weight, groups, epilogue, out_dtype=out_dtype, **options)
     if gate is not None and out_dim % (2 * TILE_ROWS):
         # The outputs of each matrix can't be divided into tiles.
-        sums = multiply(x, factors, weight, groups, bias=None, gate=None, out_dtype=jnp.float32, **options)
-        return reference.join(sums, groups, bias, gate)
+        sums = multiply(x, factors, weight, groups, Epilogue(), out_dtype=jnp.float32, **options)
+        return epilogue.apply(sums, groups)
     group = (scheme.group if scheme else None) or in_dim
     in_place = group == in_dim
     if scheme is not None and scheme.activations is None:

@@ -25,7 +25,6 @@ from pallas_kernels.quantized_matmul.mosaic_gpu.products import (
     ACCUMULATOR,
     COLUMNS,
     ROWS,
-    Operands,
     Products,
     of_rows,
     store_transposed,
@@ -96,27 +95,10 @@ class MosaicGpuGroupedMatmul:
         num_copies = copies * matrices + plan.block // chunk + (0 if factors is None else parts)
         stages, tokens, blocks = plan.stages, plan.tokens, plan.blocks
 
-        def body(
-            starts_ref: Any,
-            x_ref: Any,
-            factors_ref: Any,
-            row_factors_ref: Any,
-            numbers_ref: Any,
-            scale_ref: Any,
-            zero_ref: Any,
-            bias_ref: Any,
-            constant_ref: Any,
-            out_ref: Any,
-            x_ring: Any,
-            stored: Operands,
-            factors_ring: Any,
-            ups: Any,
-            whole: Any,
-            arrived: Any,
-            free: Any,
-            ups_written: Any,
-            ups_read: Any,
-        ) -> None:
+        def body(*refs: Any) -> None:
+            starts_ref, x_ref, factors_ref, row_factors_ref = refs[:4]
+            numbers_ref, scale_ref, zero_ref, bias_ref, constant_ref = refs[4:9]
+            out_ref, x_ring, stored, factors_ring, ups, whole, arrived, free, ups_written, ups_read = refs[9:]
             # Copies into tiles begin at multiples of a tile's rows, but experts begin anywhere. Tiles as wide as one
             # swizzle lie in shared memory as their rows would, so copies take them for rows.
             x_tiles, x_rows = (x_ring, x_ring) if self.interpret else x_ring

@@ -12,11 +12,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Shaped
 
 from pallas_kernels.dispatch import Backend
-from pallas_kernels.grouped_matmul.gate import Gate
+from pallas_kernels.grouped_matmul.epilogue import Epilogue
 from pallas_kernels.grouped_matmul.groups import Groups
 from pallas_kernels.grouped_matmul.mosaic_tpu.kernel import Operands, product
 from pallas_kernels.grouped_matmul.mosaic_tpu.work import work_list
-from pallas_kernels.grouped_matmul.reference import join
 from pallas_kernels.quantized_matmul import QuantizedWeight, Scheme
 from pallas_kernels.quantized_matmul.mosaic_tpu import backend as quantized
 from pallas_kernels.quantized_matmul.mosaic_tpu.kernel import LANES, Tiles
@@ -43,9 +42,8 @@ def multiply(
     factors: Float32[Array, "tokens_or_rows groups"] | None,
     weight: Float[Array, "experts out_dim in_dim"] | QuantizedWeight,
     groups: Groups,
+    epilogue: Epilogue,
     *,
-    bias: Float[Array, "experts out_dim"] | None,
-    gate: Gate | None,
     of_tokens: bool,
     out_dtype: Any,
     backend: Backend,
@@ -56,22 +54,21 @@ def multiply(
         x = x[groups.tokens]
     terms = TERMS[jnp.dtype(x.dtype)] if isinstance(weight, QuantizedWeight) else 1
     if terms == 1:
-        return _multiply(x, weight, groups, bias, gate, out_dtype, backend)
+        return _multiply(x, weight, groups, epilogue, out_dtype, backend)
     parts = bfloat16_terms(x, terms).reshape(terms, *x.shape)
-    sums = jnp.stack([_multiply(part, weight, groups, None, None, jnp.float32, backend) for part in parts])
-    return join(sums.sum(axis=0), groups, bias, gate)
+    sums = jnp.stack([_multiply(part, weight, groups, Epilogue(), jnp.float32, backend) for part in parts])
+    return epilogue.apply(sums.sum(axis=0), groups)
 
 
 def _multiply(
     x: Float[Array, "rows in_dim"],
     weight: Float[Array, "experts out_dim in_dim"] | QuantizedWeight,
     groups: Groups,
-    bias: Float[Array, "experts out_dim"] | None,
-    gate: Gate | None,
+    epilogue: Epilogue,
     out_dtype: Any,
     backend: Backend,
 ) -> Float[Array, "rows out_or_half"]:
-    experts, outputs, inputs = weight.shape
+    (experts, outputs, inputs), bias, gate = weight.shape, epilogue.bias, epilogue.gate
     parts = 1 if gate is None else 2
     each = outputs // parts
 

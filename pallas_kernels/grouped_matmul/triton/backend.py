@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Float32, Shaped
 
 from pallas_kernels.dispatch import Backend
-from pallas_kernels.grouped_matmul.gate import Gate
+from pallas_kernels.grouped_matmul.epilogue import Epilogue
 from pallas_kernels.grouped_matmul.groups import Groups
 from pallas_kernels.grouped_matmul.triton.kernel import Blocks, grouped_product
 from pallas_kernels.grouped_matmul.triton.kernel import Experts as ExpertsRefs
@@ -51,9 +51,8 @@ def multiply(
     factors: Float32[Array, "tokens_or_rows groups"] | None,
     weight: Float[Array, "experts out_dim in_dim"] | QuantizedWeight,
     groups: Groups,
+    epilogue: Epilogue,
     *,
-    bias: Float[Array, "experts out_dim"] | None,
-    gate: Gate | None,
     of_tokens: bool,
     out_dtype: Any,
     backend: Backend,
@@ -66,6 +65,7 @@ def multiply(
         operands, words = _quantized(x, factors, weight, backend.target)
     else:
         operands, words = _plain(x, weight)
+    bias, gate = epilogue.bias, epilogue.gate
     bias = None if bias is None else bias.reshape(-1)
     experts = Experts(count, out_dim, in_dim, gate is not None, scheme)
     blocks = blocks_for(groups.likely_rows, experts, backend.target)

@@ -7,7 +7,7 @@ the parts by their log-sum-exps. The split depends on the row's length alone, so
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -45,27 +45,6 @@ MIN_BLOCKS = 4
 _STAGED_COLUMNS = 128
 
 _ATTENDS, _LOADS = 0, 1
-
-
-class _DecodeRefs(NamedTuple):
-    """The references of a kernel: operands, results and scratch memory."""
-
-    lens: Any
-    layer: Any
-    table: Any
-    q: Any
-    keys: Any
-    values: Any
-    scales: Any
-    out: Any
-    lse: Any
-    q_smem: Any
-    k_ring: Any
-    v_ring: Any
-    out_smem: Any
-    lse_smem: Any
-    p_smem: Any
-    q_arrived: Any
 
 
 def decode(
@@ -130,10 +109,12 @@ def _parts(
     part_type = jnp.float32 if splits > 1 else q.dtype
     columns = head_dim // 2 if splits > 1 and head_dim > _STAGED_COLUMNS else head_dim
 
-    def body(*arguments: Any) -> None:
-        refs = _DecodeRefs(*arguments)
+    def body(*refs: Any) -> None:
+        lens_ref, layer_ref, table_ref, q_ref, keys_ref, values_ref, scales_ref = refs[:7]
+        out_ref, lse_ref = refs[7:9]
+        q_smem, k_ring, v_ring, out_smem, lse_smem, p_smem, q_arrived = refs[9:]
         row, head, split = (lax.axis_index(name) for name in ("row", "head", "split"))
-        length = refs.lens[row]
+        length = lens_ref[row]
         first, per, end = _split(length, splits, attention)
         low = first + split.astype(jnp.int32) * per
         high = jnp.minimum(low + per, end)
@@ -141,15 +122,15 @@ def _parts(
 
         @pl.when((low < high) & (lax.axis_index("warpgroup") == _ATTENDS))
         def _attend() -> None:
-            plgpu.copy_gmem_to_smem(refs.q.at[row, head], refs.q_smem.at[pl.ds(0, group)], refs.q_arrived)
-            plgpu.barrier_wait(refs.q_arrived)
-            key_scale = scale_of(refs.scales, 0, head)
+            plgpu.copy_gmem_to_smem(q_ref.at[row, head], q_smem.at[pl.ds(0, group)], q_arrived)
+            plgpu.barrier_wait(q_arrived)
+            key_scale = scale_of(scales_ref, 0, head)
 
             def step(i: jax.Array, state: Any) -> Any:
                 slot = attention.slot(i - low)
-                plgpu.barrier_wait(refs.k_ring.arrived.at[slot])
-                z = logits_base_2(attention, query_key_products(refs.q_smem, refs.k_ring.blocks.at[slot]), key_scale)
-                plgpu.barrier_arrive(refs.k_ring.free.at[slot])
+                plgpu.barrier_wait(k_ring.arrived.at[slot])
+                z = logits_base_2(attention, query_key_products(q_smem, k_ring.blocks.at[slot]), key_scale)
+                plgpu.barrier_arrive(k_ring.free.at[slot])
                 start = i * block
                 position = plgpu.broadcasted_iota(jnp.int32, z.shape, 1, layout=TILE) + start
                 seen = position < length
@@ -158,43 +139,43 @@ def _parts(
                 weights, out, peak, total = softmax_weights(jnp.where(seen, z, MASKED), *state)
                 weights = weights.astype(q.dtype)
                 if attention.p_smem:
-                    refs.p_smem[...] = weights
+                    p_smem[...] = weights
                     plgpu.commit_smem()
-                    weights = refs.p_smem
-                plgpu.barrier_wait(refs.v_ring.arrived.at[slot])
+                    weights = p_smem
+                plgpu.barrier_wait(v_ring.arrived.at[slot])
 
                 if not attention.converts:
 
                     @pl.when((start + block > length) | (start < window_start))
                     def _() -> None:
-                        clear_outside(refs.v_ring.blocks.at[slot], start, window_start, length)
+                        clear_outside(v_ring.blocks.at[slot], start, window_start, length)
 
-                out = add_values(attention, out, weights, refs.v_ring.blocks.at[slot])
-                plgpu.barrier_arrive(refs.v_ring.free.at[slot])
+                out = add_values(attention, out, weights, v_ring.blocks.at[slot])
+                plgpu.barrier_arrive(v_ring.free.at[slot])
                 return out, peak, total
 
             state = lax.fori_loop(low, high, step, start_softmax(head_dim))
-            out, lse = normalize(scale_of(refs.scales, 1, head), *state)
-            result = refs.q_smem if splits == 1 else refs.out_smem
-            refs.lse_smem[...] = lse
+            out, lse = normalize(scale_of(scales_ref, 1, head), *state)
+            result = q_smem if splits == 1 else out_smem
+            lse_smem[...] = lse
             for column in range(0, head_dim, columns):
                 result[...] = out[:, column : column + columns].astype(part_type)
                 plgpu.commit_smem()
-                target = refs.out.at[row, head, split, :, pl.ds(column, columns)]
+                target = out_ref.at[row, head, split, :, pl.ds(column, columns)]
                 plgpu.copy_smem_to_gmem(result.at[pl.ds(0, group)], target)
                 plgpu.wait_smem_to_gmem(0)
-            plgpu.copy_smem_to_gmem(refs.lse_smem, refs.lse.at[row, head, split])
+            plgpu.copy_smem_to_gmem(lse_smem, lse_ref.at[row, head, split])
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when((low < high) & (lax.axis_index("warpgroup") == _LOADS))
         def _load() -> None:
-            first_entry = refs.layer[0] * kv.num_pages
+            first_entry = layer_ref[0] * kv.num_pages
             last_page = lax.div(length - 1, jnp.int32(attention.page_size))
 
             def entry(page: jax.Array) -> jax.Array:
-                return first_entry + refs.table[row, jnp.minimum(page, last_page)]
+                return first_entry + table_ref[row, jnp.minimum(page, last_page)]
 
-            rings = (refs.keys, refs.k_ring), (refs.values, refs.v_ring)
+            rings = (keys_ref, k_ring), (values_ref, v_ring)
             if attention.converts:
                 convert_rings(attention, rings, head, entry, low, high, (window_start, length))
             else:

@@ -62,31 +62,6 @@ class _Tiles(NamedTuple):
     tile_row: Int[Array, " tokens"]
 
 
-class _TileRefs(NamedTuple):
-    """The references of a kernel: operands, results and scratch memory."""
-
-    row: Any
-    start: Any
-    rows: Any
-    position: Any
-    lens: Any
-    layer: Any
-    table: Any
-    q: Any
-    keys: Any
-    values: Any
-    scales: Any
-    out: Any
-    lse: Any
-    q_smem: Any
-    k_ring: Any
-    v_ring: Any
-    lse_smem: Any
-    p_smem: Any
-    q_arrived: Any
-    v_clear: Any
-
-
 def prefill(
     q: Float[Array, "tokens heads head_dim"],
     kv: PagedKV,
@@ -186,11 +161,14 @@ def _attend_tiles(
     # With one loop instead of two, the sums of large heads stay in registers.
     mask_all = window is not None or warpgroups == 1
 
-    def body(*arguments: Any) -> None:
-        refs = _TileRefs(*arguments)
+    def body(*refs: Any) -> None:
+        row_ref, start_ref, rows_ref, position_ref = refs[:4]
+        lens_ref, layer_ref, table_ref, q_ref, keys_ref, values_ref, scales_ref = refs[4:11]
+        out_ref, lse_ref = refs[11:13]
+        q_smem, k_ring, v_ring, lse_smem, p_smem, q_arrived, v_clear = refs[13:]
         tile, head, warpgroup = (lax.axis_index(name) for name in ("tile", "head", "warpgroup"))
-        row, rows, first_query = refs.row[tile], refs.rows[tile], refs.position[tile]
-        length = refs.lens[row]
+        row, rows, first_query = row_ref[tile], rows_ref[tile], position_ref[tile]
+        length = lens_ref[row]
         live = rows > 0
         end = jnp.minimum(length, first_query + per_tile)
         high = ceil_div(end, block)
@@ -201,31 +179,31 @@ def _attend_tiles(
         def _attend() -> None:
             set_register_budget(attention, attends=True)
             first_row = warpgroup * TILE_ROWS
-            start_row = pl.multiple_of(refs.start[tile] + first_row, PIECE)
-            q_tile = refs.q_smem.at[warpgroup]
-            plgpu.copy_gmem_to_smem(refs.q.at[head, pl.ds(start_row, TILE_ROWS)], q_tile, refs.q_arrived.at[warpgroup])
-            plgpu.barrier_wait(refs.q_arrived.at[warpgroup])
-            key_scale = scale_of(refs.scales, 0, head)
+            start_row = pl.multiple_of(start_ref[tile] + first_row, PIECE)
+            q_tile = q_smem.at[warpgroup]
+            plgpu.copy_gmem_to_smem(q_ref.at[head, pl.ds(start_row, TILE_ROWS)], q_tile, q_arrived.at[warpgroup])
+            plgpu.barrier_wait(q_arrived.at[warpgroup])
+            key_scale = scale_of(scales_ref, 0, head)
 
             def step(i: jax.Array, state: Any, masked: bool) -> Any:
                 slot, start = attention.slot(i - low), i * block
                 clears = masked and not attention.converts
                 if clears:
                     # Before the logits are computed, which leave few registers.
-                    plgpu.barrier_wait(refs.v_ring.arrived.at[slot])
+                    plgpu.barrier_wait(v_ring.arrived.at[slot])
 
                     @pl.when((start + block > length) | (start < first_seen))
                     def _() -> None:
                         @pl.when(warpgroup == 0)
                         def _() -> None:
-                            clear_outside(refs.v_ring.blocks.at[slot], start, first_seen, length)
+                            clear_outside(v_ring.blocks.at[slot], start, first_seen, length)
 
-                        plgpu.barrier_arrive(refs.v_clear)
-                        plgpu.barrier_wait(refs.v_clear)
+                        plgpu.barrier_arrive(v_clear)
+                        plgpu.barrier_wait(v_clear)
 
-                plgpu.barrier_wait(refs.k_ring.arrived.at[slot])
-                z = logits_base_2(attention, query_key_products(q_tile, refs.k_ring.blocks.at[slot]), key_scale)
-                plgpu.barrier_arrive(refs.k_ring.free.at[slot])
+                plgpu.barrier_wait(k_ring.arrived.at[slot])
+                z = logits_base_2(attention, query_key_products(q_tile, k_ring.blocks.at[slot]), key_scale)
+                plgpu.barrier_arrive(k_ring.free.at[slot])
                 if masked:
                     tile_row = plgpu.broadcasted_iota(jnp.int32, z.shape, 0, layout=TILE) + first_row
                     query = _divide(tile_row, group) + first_query
@@ -237,13 +215,13 @@ def _attend_tiles(
                 weights, out, peak, total = softmax_weights(z, *state)
                 weights = weights.astype(q.dtype)
                 if attention.p_smem:
-                    refs.p_smem[warpgroup] = weights
+                    p_smem[warpgroup] = weights
                     plgpu.commit_smem()
-                    weights = refs.p_smem.at[warpgroup]
+                    weights = p_smem.at[warpgroup]
                 if not clears:
-                    plgpu.barrier_wait(refs.v_ring.arrived.at[slot])
-                out = add_values(attention, out, weights, refs.v_ring.blocks.at[slot])
-                plgpu.barrier_arrive(refs.v_ring.free.at[slot])
+                    plgpu.barrier_wait(v_ring.arrived.at[slot])
+                out = add_values(attention, out, weights, v_ring.blocks.at[slot])
+                plgpu.barrier_arrive(v_ring.free.at[slot])
                 return out, peak, total
 
             # Blocks that all queries of the tile see in full need no mask; with a window there are few of these.
@@ -252,20 +230,18 @@ def _attend_tiles(
             if not mask_all:
                 state = lax.fori_loop(low, full, lambda i, state: step(i, state, masked=False), state)
             state = lax.fori_loop(full, high, lambda i, state: step(i, state, masked=True), state)
-            out, lse = normalize(scale_of(refs.scales, 1, head), *state)
+            out, lse = normalize(scale_of(scales_ref, 1, head), *state)
             q_tile[...] = out.astype(q.dtype)
             if with_lse:
-                refs.lse_smem[warpgroup] = lse
+                lse_smem[warpgroup] = lse
             plgpu.commit_smem()
             if with_lse:
-                plgpu.copy_smem_to_gmem(
-                    refs.lse_smem.at[warpgroup], refs.lse.at[head, tile, pl.ds(first_row, TILE_ROWS)]
-                )
+                plgpu.copy_smem_to_gmem(lse_smem.at[warpgroup], lse_ref.at[head, tile, pl.ds(first_row, TILE_ROWS)])
             whole = rows - first_row >= TILE_ROWS
 
             @pl.when(whole)
             def _() -> None:
-                plgpu.copy_smem_to_gmem(q_tile, refs.out.at[head, pl.ds(start_row, TILE_ROWS)])
+                plgpu.copy_smem_to_gmem(q_tile, out_ref.at[head, pl.ds(start_row, TILE_ROWS)])
 
             @pl.when(jnp.logical_not(whole))
             def _() -> None:
@@ -275,19 +251,19 @@ def _attend_tiles(
                     @pl.when(first_row + piece < rows)
                     def _(piece: int = piece) -> None:
                         at = pl.multiple_of(start_row + piece, PIECE)
-                        plgpu.copy_smem_to_gmem(q_tile.at[pl.ds(piece, PIECE)], refs.out.at[head, pl.ds(at, PIECE)])
+                        plgpu.copy_smem_to_gmem(q_tile.at[pl.ds(piece, PIECE)], out_ref.at[head, pl.ds(at, PIECE)])
 
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(live & (warpgroup == warpgroups))
         def _load() -> None:
-            first_entry = refs.layer[0] * kv.num_pages
+            first_entry = layer_ref[0] * kv.num_pages
             last_page = lax.div(length - 1, jnp.int32(attention.page_size))
 
             def entry(page: jax.Array) -> jax.Array:
-                return first_entry + refs.table[row, jnp.minimum(page, last_page)]
+                return first_entry + table_ref[row, jnp.minimum(page, last_page)]
 
-            rings = (refs.keys, refs.k_ring), (refs.values, refs.v_ring)
+            rings = (keys_ref, k_ring), (values_ref, v_ring)
             if attention.converts:
                 convert_rings(attention, rings, head, entry, low, high, (first_seen, length))
             else:

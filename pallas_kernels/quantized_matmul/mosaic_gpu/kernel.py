@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Shaped
 
 from pallas_kernels.quantized_matmul.mosaic_gpu.plan import BLOCK, Plan
-from pallas_kernels.quantized_matmul.mosaic_gpu.products import ROWS, Operands, Products, scalars
+from pallas_kernels.quantized_matmul.mosaic_gpu.products import ROWS, Products, scalars
 from pallas_kernels.quantized_matmul.mosaic_gpu.unpack import TILE_ROWS, Unpacking
 
 # Factors of a part begin at multiples of 128 bytes, as copies do in shared memory.
@@ -63,20 +63,9 @@ class MosaicGpuMatmul:
         rounds = out_dtype != jnp.float32
         now = pl.ds(0, plan.tokens)
 
-        def body(
-            x_ref: Any,
-            factors_ref: Any,
-            numbers_ref: Any,
-            scale_ref: Any,
-            zero_ref: Any,
-            constant_ref: Any,
-            out_ref: Any,
-            operands: Operands,
-            factors_ring: Any,
-            rounded: Any,
-            arrived: Any,
-            free: Any,
-        ) -> None:
+        def body(*refs: Any) -> None:
+            x_ref, factors_ref, numbers_ref, scale_ref, zero_ref, constant_ref = refs[:6]
+            out_ref, operands, factors_ring, rounded, arrived, free = refs[6:]
             core, warpgroup = lax.axis_index("core").astype(jnp.int32), lax.axis_index("warpgroup")
             begin, end = plan.first_block(core), plan.first_block(core + 1)
             own = lax.axis_index("cluster").astype(jnp.int32) * outputs

@@ -63,16 +63,15 @@ def multiply(
     rows = len(x)
     block_rows = min(sizes["block_rows"], whole_tiles(rows + _PACKED_ROWS - 1))
     x = jnp.pad(x, ((0, -rows % block_rows), (0, 0)))
-    zero = totals = None
+    offsets = None
     if weight.zero is not None:
         zero = weight.zero.reshape(len(numbers), -1).T
-        totals = x.astype(jnp.float32).reshape(len(x), len(scale), -1).sum(axis=2)
+        offsets = zero, x.astype(jnp.float32).reshape(len(x), len(scale), -1).sum(axis=2)
     out = product(
         x,
         numbers,
         scale,
-        zero,
-        totals,
+        offsets,
         Tiles(block_rows, sizes["block_out"], inputs, scheme.group or inputs, packed),
         out_dtype if terms == 1 else jnp.float32,
         vmem_limit=vmem_limit(backend.target),

@@ -44,22 +44,21 @@ def product(
     x: BFloat16[Array, "rows in_dim"],
     numbers: Shaped[Array, "out stored"],
     scale: Float[Array, "groups out"],
-    zero: Shaped[Array, "groups out"] | None,
-    totals: Float32[Array, "rows groups"] | None,
+    offsets: tuple[Shaped[Array, "groups out"], Float32[Array, "rows groups"]] | None,
     tiles: Tiles,
     out_dtype: Any,
     *,
     vmem_limit: int,
     interpret: bool,
 ) -> Float[Array, "rows out"]:
-    """Return the product; `totals` are the sums of the inputs of each group. The rows are whole tiles."""
+    """Return the product; `offsets` are zeros, and the sums of the inputs of each group. The rows are whole tiles."""
 
     by_rows = pl.BlockSpec((tiles.block_rows, tiles.inputs), lambda row, out: (row, 0))
     by_outputs = pl.BlockSpec((tiles.block_out, numbers.shape[1]), lambda row, out: (out, 0))
     by_groups = pl.BlockSpec((len(scale), tiles.block_out), lambda row, out: (0, out))
     operands, specs = [x, numbers, scale], [by_rows, by_outputs, by_groups]
-    if zero is not None and totals is not None:
-        operands += [zero, totals]
+    if offsets is not None:
+        operands += offsets
         specs += [by_groups, pl.BlockSpec((tiles.block_rows, len(scale)), lambda row, out: (row, 0))]
 
     def kernel(x: Ref, numbers: Ref, scale: Ref, *refs: Ref) -> None:

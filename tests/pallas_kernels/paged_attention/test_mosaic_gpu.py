@@ -125,18 +125,18 @@ DECODE_FP8 = Case("decode", ((300, 1),), 1, decode_only=True, **FP8, **{**SHORT,
 PREFILL_FP8 = Case("prefill", ((40, 40), (1100, 70)), 0, **FP8, **SHORT)
 MODULES = {"decode": decode, "prefill": prefill}
 BUGS = {
-    "read-before-it-arrived": (DECODE, "plgpu.barrier_wait(refs.k_ring.arrived.at[slot])", "pass"),
-    "read-before-it-was-converted": (DECODE_FP8, "plgpu.barrier_wait(refs.v_ring.arrived.at[slot])", "pass"),
-    "scale-of-keys-left-out": (PREFILL_FP8, "scale_of(refs.scales, 0, head)", "None"),
-    "scale-of-values-left-out": (DECODE_FP8, "scale_of(refs.scales, 1, head)", "None"),
+    "read-before-it-arrived": (DECODE, "plgpu.barrier_wait(k_ring.arrived.at[slot])", "pass"),
+    "read-before-it-was-converted": (DECODE_FP8, "plgpu.barrier_wait(v_ring.arrived.at[slot])", "pass"),
+    "scale-of-keys-left-out": (PREFILL_FP8, "scale_of(scales_ref, 0, head)", "None"),
+    "scale-of-values-left-out": (DECODE_FP8, "scale_of(scales_ref, 1, head)", "None"),
     "the-page-after": (DECODE, "jnp.minimum(page, last_page)", "jnp.minimum(page + 1, last_page)"),
     "a-token-past-the-end": (DECODE, "seen = position < length", "seen = position <= length"),
-    "values-not-cleared": (DECODE, "clear_outside(refs.v_ring.blocks.at[slot], start, window_start, length)", "pass"),
+    "values-not-cleared": (DECODE, "clear_outside(v_ring.blocks.at[slot], start, window_start, length)", "pass"),
     "the-future": (PREFILL, "seen = position <= query", "seen = position <= query + 1"),
     "the-next-sequence-overwritten": (PREFILL, "whole = rows - first_row >= TILE_ROWS", "whole = rows >= 0"),
     "values-of-a-chunk-not-cleared": (
         PREFILL,
-        "clear_outside(refs.v_ring.blocks.at[slot], start, first_seen, length)",
+        "clear_outside(v_ring.blocks.at[slot], start, first_seen, length)",
         "pass",
     ),
 }

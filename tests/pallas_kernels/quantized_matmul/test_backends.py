@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.dispatch import BackendName
-from pallas_kernels.quantized_matmul import BACKENDS, Backend, Scheme, choose_backend, quantized_matmul
+from pallas_kernels.quantized_matmul import BACKENDS, Backend, Scheme, quantized_matmul
 from pallas_kernels.target import CPU, KernelTarget
 from tests.pallas_kernels.quantized_matmul.cases import CASES, Case, make_product
 from tests.selection import grid, is_interpreted
@@ -89,7 +89,7 @@ def test_the_choice_depends_on_the_device_and_the_scheme(
     platform: str, capability: tuple[int, int] | None, scheme: Scheme, name: BackendName
 ) -> None:
     target = KernelTarget(platform, capability=capability)
-    assert choose_backend(4096, 4096, scheme, target) == Backend(name, target)
+    assert BACKENDS.choose(target, (4096, 4096, scheme)) == Backend(name, target)
 
 
 @pytest.mark.parametrize(
@@ -110,5 +110,5 @@ def test_triton_says_what_it_does_not_take(out_dim: int, in_dim: int, scheme: Sc
 def test_xla_takes_quantized_inputs_on_gpus_in_multiples_that_need_no_copy() -> None:
     target = KernelTarget("cuda", "NVIDIA L4", (8, 9))
     scheme = Scheme("fp8", activations="token")
-    assert choose_backend(4096, 4096, scheme, target).name == "xla"
-    assert choose_backend(4096 + 8, 4096, scheme, target).name == "triton"
+    assert BACKENDS.choose(target, (4096, 4096, scheme)).name == "xla"
+    assert BACKENDS.choose(target, (4096 + 8, 4096, scheme)).name == "triton"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pallas_kernels.sampling import COUNT_MASK, SEEN_IN_PROMPT, Edits, FloatColumn, IntColumn, SlotTable
+from pallas_kernels.sampling.parameters import COUNT_MASK, SEEN_IN_PROMPT, Edits, FloatColumn, IntColumn, SlotTable
 from pallas_kernels.sampling.triton import edit_logits
 from pallas_kernels.sampling.triton.edit import _PART
 

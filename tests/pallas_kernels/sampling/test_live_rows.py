@@ -7,7 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from pallas_kernels.sampling import DrawParameters, draw_tokens, reference
+from pallas_kernels.sampling import draw_tokens, reference
+from pallas_kernels.sampling.parameters import DrawParameters
 
 
 @pytest.mark.parametrize("draw", [draw_tokens, reference.draw_tokens], ids=["cpu", "xla"])

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from pallas_kernels.sampling import DrawParameters, FloatColumn, IntColumn, SlotTable, draw_tokens, reference
+from pallas_kernels.sampling import draw_tokens, reference
+from pallas_kernels.sampling.parameters import DrawParameters, FloatColumn, IntColumn, SlotTable
 from pallas_kernels.sampling.triton import draw, top_logits
 from pallas_kernels.sampling.triton.rows import LIST, TILE
 

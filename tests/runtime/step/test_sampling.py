@@ -27,7 +27,8 @@ from jaxserve.runtime.step.state import SamplingRows
 from jaxserve.step_plan import SlotOpen
 from pallas_kernels import dispatch
 from pallas_kernels.paged_attention import KernelTarget
-from pallas_kernels.sampling import SEEN_IN_PROMPT, IntColumn, row_kernels
+from pallas_kernels.sampling import row_kernels
+from pallas_kernels.sampling.parameters import SEEN_IN_PROMPT, IntColumn
 from tests.extremes import extremes
 from tests.runtime import plain_sampling
 from tests.runtime.tiny import on_mesh, opening

@@ -31,7 +31,7 @@ from jaxserve.runtime.step.slot_update import (
 from jaxserve.runtime.step.state import INT_COLUMNS, DeviceState, all_ranks, one_rank
 from jaxserve.step_plan import SlotOpen, WindowGroup
 from pallas_kernels.paged_attention import REFERENCE
-from pallas_kernels.sampling import COUNT_MASK, SEEN_IN_PROMPT, FloatColumn
+from pallas_kernels.sampling.parameters import COUNT_MASK, SEEN_IN_PROMPT, FloatColumn
 from tests.runtime.tiny import CAPACITY, laid_out, mesh, on_trees, opening, specs, zero_state
 
 VOCAB = 3000

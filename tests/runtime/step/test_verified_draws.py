@@ -27,7 +27,7 @@ from jaxserve.runtime.step.state import DeviceState, Drafts, SamplingRows
 from jaxserve.runtime.step.verify import DrawingTokens, Drawn
 from jaxserve.step_plan import SlotOpen
 from pallas_kernels.paged_attention import KernelTarget
-from pallas_kernels.sampling import SEEN_IN_PROMPT, IntColumn
+from pallas_kernels.sampling.parameters import SEEN_IN_PROMPT, IntColumn
 from tests.runtime import plain_sampling
 from tests.runtime.tiny import on_mesh, opening
 from tests.selection import grid
