@@ -158,6 +158,8 @@ class AnswerReader:
     def push(self, delta: OutputDelta) -> list[AnswerPart]:
         """Return the parts that a new output adds."""
         plan = self._plan
+        if not plan.formats:
+            return [AnswerPart("content", delta.text)] if delta.text else []
         if plan.reasons:
             self._offsets += delta.text_offsets
         parts = self._answer.push(delta.text, last=delta.finish_reason is not None)
