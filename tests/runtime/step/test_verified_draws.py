@@ -52,9 +52,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def _draw(params: Any, state: DeviceState, inputs: StepInput) -> Drawn:
     model: Any = SimpleNamespace(head=lambda _, table, hidden, __: table[hidden[:, 0].astype(jnp.int32)])
-    context: Any = SimpleNamespace(
-        model=SimpleNamespace(vocab_size=VOCAB), backend=SimpleNamespace(target=KernelTarget("cpu")), sample_rows=None
-    )
+    config, backend = SimpleNamespace(vocab_size=VOCAB), SimpleNamespace(target=KernelTarget("cpu"))
+    context: Any = SimpleNamespace(model=SimpleNamespace(config=config), backend=backend, sample_rows=None)
     num_tokens, rows = inputs.batch.num_tokens, len(inputs.slots)
     mixed = rows > ROWS
     shape = StepShape(
