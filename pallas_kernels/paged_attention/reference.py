@@ -32,7 +32,7 @@ PREFILL_BLOCK = 128
 _MASKED = -1e30
 
 
-class _Facts(NamedTuple):
+class _LayerOptions(NamedTuple):
     scale: float
     window: int | None
     soft_cap: float | None
@@ -66,7 +66,7 @@ def paged_attention(
         kv = write_kv(k, v, kv, layer, rows)
     sinks = None if options.sinks is None else options.sinks.reshape(kv_heads, group)
     kv_scales = None if kv.scales is None else kv.scales[:, layer]
-    facts = _Facts(options.scale, options.window, options.soft_cap, sinks, kv_scales)
+    facts = _LayerOptions(options.scale, options.window, options.soft_cap, sinks, kv_scales)
     table = _entries(rows.page_table, kv, layer)
     queries = q.reshape(tokens, kv_heads, group, head_dim)
     most = min(tokens, table.shape[0])
@@ -104,7 +104,7 @@ def _decode(
     lens: Int[Array, " rows"],
     shared: Int[Array, ""],
     num_decodes: Int[Array, ""],
-    facts: _Facts,
+    facts: _LayerOptions,
 ) -> Float[Array, "rows kv_heads group head_dim"]:
     """Compute one query a row: the `shared` pages for all rows at once, then `DECODE_ROWS` rows at a time.
 
@@ -138,7 +138,7 @@ def _decode_rows(
     lens: Int[Array, " rows"],
     first: Int[Array, ""],
     state: _RunningSoftmax,
-    facts: _Facts,
+    facts: _LayerOptions,
 ) -> Float[Array, "rows kv_heads group head_dim"]:
     """Compute decodes from page `first` on; `state` is the softmax over the pages before it.
 
@@ -201,7 +201,7 @@ def _decode_shared(
     entries: Int[Array, " pages"],
     live: Bool[Array, " rows"],
     num_pages: Int[Array, ""],
-    facts: _Facts,
+    facts: _LayerOptions,
 ) -> _RunningSoftmax:
     """Return the softmax of the live rows over their first `num_pages` pages, which are the same for all of them."""
     rows, kv_heads, group, head_dim = q.shape
@@ -230,7 +230,7 @@ def _prefill(
     kv: PagedKV,
     table: Int[Array, "rows pages"],
     rows: Rows,
-    facts: _Facts,
+    facts: _LayerOptions,
 ) -> Float[Array, "padded_tokens kv_heads group head_dim"]:
     """Compute rows from `num_decodes` on, as a work list of query tiles in token order.
 
@@ -300,7 +300,7 @@ def _gather(
     return pages.reshape(pages.shape[0] * pages.shape[1], -1, head_dim)
 
 
-def _cap(logits: Float[Array, "..."], facts: _Facts) -> Float[Array, "..."]:
+def _cap(logits: Float[Array, "..."], facts: _LayerOptions) -> Float[Array, "..."]:
     return logits if facts.soft_cap is None else facts.soft_cap * jnp.tanh(logits / facts.soft_cap)
 
 

@@ -53,7 +53,7 @@ class _Facts:
         return self.head_dim // 2
 
 
-class _NewTokens(NamedTuple):
+class _QkvTokens(NamedTuple):
     qkv: Ref
     bias: Ref | None
     norms: tuple[Ref, Ref] | None
@@ -92,7 +92,7 @@ def write_qkv(
     )
     warps = facts.tokens * pl.next_power_of_2(facts.half) // _LANES_A_WARP
     parts = preparation.bias, preparation.norms, preparation.rotation, preparation.query_scale
-    new = _NewTokens(qkv, *parts, slots, kv.scales, jnp.full((1,), layer, jnp.int32))
+    new = _QkvTokens(qkv, *parts, slots, kv.scales, jnp.full((1,), layer, jnp.int32))
     pools = flat(kv.keys), flat(kv.values)
     q, keys, values, zeros = pl.pallas_call(
         functools.partial(_write_qkv, facts=facts),
@@ -117,7 +117,7 @@ def _tokens_a_program(numbers: int) -> int:
 
 
 def _write_qkv(
-    _keys: Ref, _values: Ref, new: _NewTokens, q: Ref, keys: Ref, values: Ref, zeros: Ref, *, facts: _Facts
+    _keys: Ref, _values: Ref, new: _QkvTokens, q: Ref, keys: Ref, values: Ref, zeros: Ref, *, facts: _Facts
 ) -> None:
     member, kv_head, layer = pl.program_id(0), pl.program_id(1), new.layer[0]
     token = pl.program_id(2) * facts.tokens + lax.iota(jnp.int32, facts.tokens)
