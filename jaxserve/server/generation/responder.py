@@ -6,6 +6,7 @@ happens when a client disconnects, aborts its request, or the engine fails: a st
 
 from __future__ import annotations
 
+import abc
 import itertools
 import operator
 import time
@@ -79,7 +80,7 @@ class ResponseChoice:
         return [AnswerPart(kind, "".join([part.text for part in group]), *call) for (kind, *call), group in groups]
 
 
-class ResponseShape:
+class ResponseShape(abc.ABC):
     """How a route writes its responses. Events are encoded and complete.
 
     `shows_all`: each event of a stream has all of the output so far, so choices keep it.
@@ -91,9 +92,9 @@ class ResponseShape:
         """Return the events that come before a choice's first output."""
         return b""
 
+    @abc.abstractmethod
     def event(self, choice: ResponseChoice, delta: OutputDelta, parts: Sequence[AnswerPart]) -> bytes:
         """Return the events for what is new in a choice, or nothing."""
-        raise NotImplementedError
 
     def last_events(self, usage: TotalUsage) -> bytes:
         """Return the events that end a stream."""
@@ -103,9 +104,9 @@ class ResponseShape:
         """Return the event that ends a stream after an error."""
         return error_event(error)
 
+    @abc.abstractmethod
     def body(self, choices: Sequence[ResponseChoice], usage: TotalUsage) -> Any:
         """Return the JSON response of choices that have ended and kept their output."""
-        raise NotImplementedError
 
 
 async def respond(

@@ -1,4 +1,4 @@
-"""The sampling fields of requests: those that `SamplingParams` declares for all APIs, and how a request becomes one."""
+"""Adds the sampling options that all APIs share to the types of requests, and makes `SamplingParams` of a request."""
 
 from __future__ import annotations
 
