@@ -33,7 +33,6 @@ from jaxserve.config.schema import DEFAULT_MODEL, SHARED_SERVER_SETTINGS, Server
 from jaxserve.engine.client import InProcessEngine, SharedEngine, check_not_forked, is_forked
 from jaxserve.errors import ConfigError, InvalidRequestError, RequestFailedError
 from jaxserve.text.chat_template import ChatTemplate
-from jaxserve.text.chat_template_files import choose_chat_template
 from jaxserve.text.grammars.checking import GrammarChecker
 from jaxserve.text.output import OutputDelta, OutputProcessor, OutputSoFar
 from jaxserve.text.prompt_forms import (
@@ -45,6 +44,7 @@ from jaxserve.text.prompt_forms import (
     read_prompts,
 )
 from jaxserve.text.requests import check_ids, sample_requests
+from jaxserve.text.tokenizers.chat_template_files import choose_chat_template
 from jaxserve.text.tokenizers.escaped_marks import EscapedMarks
 from jaxserve.text.tokenizers.tokenizer import load_tokenizer
 

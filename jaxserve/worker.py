@@ -22,9 +22,9 @@ from jaxserve.config.data_parallel import parallelism
 from jaxserve.config.schema import EngineConfig
 from jaxserve.engine.core.loop import EngineLoop
 from jaxserve.engine.core.profiling import Profiling
-from jaxserve.engine.grammar.grammars import Grammars
 from jaxserve.engine.multihost.process_group import ProcessGroup
 from jaxserve.engine.process.main import run
+from jaxserve.engine.scheduling.grammars import Grammars
 from jaxserve.engine.scheduling.scheduler import Scheduler
 from jaxserve.engine.speculation.speculation import Speculation
 from jaxserve.error_texts import join_differences

@@ -11,8 +11,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from llguidance import LLMatcher, LLTokenizer
 
 from jaxserve.engine.core.loop import EngineLoop
-from jaxserve.engine.grammar.grammars import Grammars, RequestGrammar
 from jaxserve.engine.scheduling.forced_runs import ForcedRuns
+from jaxserve.engine.scheduling.grammars import Grammars, RequestGrammar
 from jaxserve.engine.scheduling.step_times import StepTimes
 from jaxserve.text.grammars.vocabulary import Tokens, make_vocabulary
 

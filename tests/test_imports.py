@@ -5,6 +5,8 @@ checked in processes.
 from __future__ import annotations
 
 import ast
+import functools
+import graphlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -47,19 +49,45 @@ MAY_IMPORT = {
     "__main__": {"cli"},
     "__init__": {"llm", "api_types", "config"},
 }
-# The folders and files inside a room, lowest first: each imports only itself and those before it. Files of the same
-# tuple may import each other.
+# The folders and files inside a room, by level, lowest first: each imports only those of lower levels, types included,
+# and at least one of the level just below.
 ORDER_INSIDE = {
-    "jaxserve.engine": ["grammar", "kv_cache", "speculation", "scheduling", "core", "multihost", "process", "client"],
-    "jaxserve.runtime": ["devices", "speculation", "step", "programs", "sizing", "execution"],
-    "jaxserve.bench": ["datasets", "load", "results", "processes", "engine", "sweep", "tune",
-                       "accuracy"],
-    "jaxserve.cli": ["common", "bench", ("chat", "compile", "config", "convert", "doctor", "generate", "plan", "pull",
-                                         "serve"), "main"],
-    "jaxserve.server": ["errors", "server_state", "http", "generation", "openai", "sglang", "admin", "app", "follower",
-                        "lifecycle"],
-    "pallas_kernels.paged_attention": ["layout", "problem", "arguments", ("pages", "tuning", "write"), "reference",
-                                       "cpu", "triton", "mosaic_gpu", "mosaic_tpu", "backends", "api"],
+    "jaxserve.bench": "datasets processes | engine load | results | accuracy sweep | tune",
+    "jaxserve.cli": "common | bench chat compile config convert doctor generate main pull serve | plan",
+    "jaxserve.config": "nearest processes speculation threads | foreign_forms ranges | aliases schema | "
+                       "data_parallel settings | load | explain",
+    "jaxserve.engine": "kv_cache multihost speculation | scheduling | core | process | client",
+    "jaxserve.layers": "axes batch exchange | linear norm rope vocabulary | attention embedding mlp | mixture",
+    "jaxserve.model_source": "builtin fields gguf_architectures | gguf_metadata | gguf_config | source",
+    "jaxserve.models": "config dtypes read_fields rope | layout | parameters | decoder | gemma llama | "
+                       "cohere glm granite ministral3 mixtures olmo phi3 seed_oss smollm3 starcoder2 | "
+                       "draft_heads exaone4 gemma4 | registry",
+    "jaxserve.observability": "acceptance throughput timeline | engine_metrics log | metrics sample | tuning_advice | "
+                              "draft_rules | tuning_rules",
+    "jaxserve.quant": "stored | checkpoint | choice | transform",
+    "jaxserve.runtime": "devices | step | programs | sizing | execution",
+    "jaxserve.server": "errors follower | server_state | http | generation | admin openai sglang | app | lifecycle",
+    "jaxserve.text": "prompt_forms stop_regex tokenizers | detokenizer grammars requests stop_strings | "
+                     "answers output | template_tools | chat_template | template_process",
+    "jaxserve.weights": "arrays gguf_blocks mismatch parts scales source | dummy finite hf kv_scales manifest | "
+                        "gguf orbax orbax_write quantized | convert load | open",
+    "pallas_kernels": "cpu gpu_code target | dispatch tuning | "
+                      "activation ngram_lookup normalization paged_attention quantized_matmul sampling | "
+                      "grouped_matmul | expert_routing | tune",
+    "pallas_kernels.activation": "cpu | api",
+    "pallas_kernels.cpu": "types | emit | ffi maths tile_registers | compile",
+    "pallas_kernels.expert_routing": "cpu routing | reference | api triton",
+    "pallas_kernels.gpu_code": "wire | cubin riegeli | executable",
+    "pallas_kernels.grouped_matmul": "gate groups tuning | epilogue | backends cpu mosaic_tpu reference triton | "
+                                     "api mosaic_gpu",
+    "pallas_kernels.ngram_lookup": "index | cpu reference | api",
+    "pallas_kernels.normalization": "cpu reference | api",
+    "pallas_kernels.paged_attention": "arguments layout problem | backends pages tuning write | "
+                                      "api cpu mosaic_tpu reference triton | mosaic_gpu",
+    "pallas_kernels.quantized_matmul": "scheme terms | layout tuning | backends mosaic_gpu mosaic_tpu reference xla | "
+                                       "triton | activations | cpu | api",
+    "pallas_kernels.sampling": "noise parameters | cpu reference triton | api",
+    "pallas_kernels.tune": "task | attention experts products | __main__",
 }  # fmt: skip
 WITHOUT_JAX = {*BASE, "engine", "text", "server", "llm", "bench", "cli", "__main__", "__init__"}
 JAX = {"jax", "jaxlib", "flax", "jaxtyping", "orbax", "pallas_kernels"}
@@ -72,18 +100,36 @@ def modules(package: str) -> Iterator[tuple[str, Path]]:
         yield ".".join(parts[:-1] if is_room else parts), path
 
 
-def imported(path: Path) -> Iterator[str]:
+@functools.cache
+def imported(path: Path) -> frozenset[str]:
     """Every module that a file names in an import, wherever it stands in it."""
+    found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path} has a relative import"
             assert node.module is not None
             for alias in node.names:
                 inner = ROOT / node.module.replace(".", "/") / alias.name
                 is_module = inner.is_dir() or inner.with_suffix(".py").exists()
-                yield f"{node.module}.{alias.name}" if is_module else node.module
+                found.add(f"{node.module}.{alias.name}" if is_module else node.module)
+    return frozenset(found)
+
+
+def imports_inside(folder: str) -> dict[str, set[str]]:
+    """Return which of its files and folders each file and folder in a folder imports."""
+    found: dict[str, set[str]] = {}
+    for module, path in modules(folder.replace(".", "/")):
+        importer, *_ = module.removeprefix(folder).removeprefix(".").split(".")
+        if importer not in ("", "__init__"):
+            names = {
+                name.removeprefix(f"{folder}.").split(".")[0]
+                for name in imported(path)
+                if name.startswith(f"{folder}.")
+            }
+            found.setdefault(importer, set()).update(names - {importer})
+    return found
 
 
 def room_of(module: str) -> str:
@@ -91,6 +137,14 @@ def room_of(module: str) -> str:
 
 
 JAXSERVE = list(modules("jaxserve"))
+FOLDERS = ["jaxserve", "pallas_kernels"] + [
+    ".".join(path.relative_to(ROOT).parts)
+    for package in ("jaxserve", "pallas_kernels")
+    for path in sorted((ROOT / package).rglob("*/"))
+    if list(path.glob("*.py"))
+]
+# `MAY_IMPORT` has the order of jaxserve itself.
+ROOMS = [folder for folder in FOLDERS if folder.count(".") < 2 and folder != "jaxserve"]
 
 
 def test_every_room_has_its_rule() -> None:
@@ -109,21 +163,23 @@ def test_a_module_imports_only_what_its_room_may(module: str, path: Path) -> Non
             assert name.split(".")[0] not in JAX, f"{module} imports {name}"
 
 
-@pytest.mark.parametrize("room", ORDER_INSIDE)
-def test_folders_inside_a_room_import_only_those_below(room: str) -> None:
-    level = {
-        name: index
-        for index, names in enumerate(ORDER_INSIDE[room])
-        for name in ([names] if isinstance(names, str) else names)
-    }
-    for module, path in modules(room.replace(".", "/")):
-        importer = module.removeprefix(room).removeprefix(".").split(".")[0]
-        if importer in ("", "__init__"):
-            continue
-        for name in imported(path):
-            inner = name.removeprefix(f"{room}.").split(".")[0]
-            if name.startswith(f"{room}.") and inner != importer:
-                assert level[inner] <= level[importer], f"{module} imports {name}"
+@pytest.mark.parametrize("room", ROOMS)
+def test_the_files_of_a_room_import_only_those_below(room: str) -> None:
+    imports = imports_inside(room)
+    if len(imports) < 2:
+        assert room not in ORDER_INSIDE
+        return
+    level = {name: index for index, names in enumerate(ORDER_INSIDE[room].split(" | ")) for name in names.split()}
+    assert set(level) == set(imports)
+    for name, lower in imports.items():
+        assert all(level[each] < level[name] for each in lower), f"{room}.{name} imports {sorted(lower)}"
+        below = max((level[each] + 1 for each in lower), default=0)
+        assert level[name] == below, f"{room}.{name} belongs in level {below}"
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_the_files_of_a_folder_do_not_import_each_other_in_a_circle(folder: str) -> None:
+    graphlib.TopologicalSorter(imports_inside(folder)).prepare()  # raises CycleError
 
 
 @pytest.mark.parametrize(("api", "other"), [("openai", "sglang"), ("sglang", "openai")])

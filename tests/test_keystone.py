@@ -34,7 +34,7 @@ from jaxserve.api_types import (
 )
 from jaxserve.config.schema import EngineConfig
 from jaxserve.engine.core.loop import EngineLoop
-from jaxserve.engine.grammar.grammars import Allowed, Grammars, RequestGrammar
+from jaxserve.engine.scheduling.grammars import Allowed, Grammars, RequestGrammar
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.layout import LaidOutModel
 from jaxserve.models.registry import abstract_params, parse_model_config

@@ -44,9 +44,9 @@ async def load_model(engine_config: EngineConfig, server_config: ServerConfig) -
     from jaxserve.model_source import resolve
     from jaxserve.text.answers.formats import choose_formats
     from jaxserve.text.chat_template import ChatTemplate
-    from jaxserve.text.chat_template_files import choose_chat_template
     from jaxserve.text.grammars.checking import GrammarChecker
     from jaxserve.text.template_process import TemplateProcess
+    from jaxserve.text.tokenizers.chat_template_files import choose_chat_template
     from jaxserve.text.tokenizers.tokenizer import load_tokenizer
 
     # Fetched here once, with a progress bar, before several processes look for it.

@@ -2,7 +2,7 @@
 
 from pallas_kernels.dispatch import Backend
 from pallas_kernels.quantized_matmul.api import HeldWeight, quantized_matmul
-from pallas_kernels.quantized_matmul.backends import BACKENDS, arrangement
+from pallas_kernels.quantized_matmul.backends import BACKENDS, arrangement, make_weight
 from pallas_kernels.quantized_matmul.cpu.layout import (
     BLOCK,
     FACTORS,
@@ -19,7 +19,6 @@ from pallas_kernels.quantized_matmul.layout import (
     FP4_VALUES,
     QuantizedWeight,
     dequantize,
-    make_weight,
     num_groups,
     numbers_shape,
 )

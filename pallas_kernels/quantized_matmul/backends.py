@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Shaped
 
 from pallas_kernels.dispatch import Backend, BackendTable
+from pallas_kernels.quantized_matmul.layout import QuantizedWeight, num_groups, numbers_shape
 from pallas_kernels.quantized_matmul.scheme import Scheme
 from pallas_kernels.target import KernelTarget
-
-if TYPE_CHECKING:
-    from pallas_kernels.quantized_matmul.layout import QuantizedWeight
 
 
 class ProductModule(Protocol):
@@ -63,3 +63,20 @@ def arrangement(backend: Backend, in_dim: int, scheme: Scheme) -> tuple[int, ...
     """Return how the numbers of a weight of one shard must be arranged (see `QuantizedWeight`)."""
     arrange = getattr(BACKENDS.module(backend.name), "arrangement", None)
     return () if arrange is None else arrange(in_dim, scheme, backend.target)
+
+
+def make_weight(
+    shape: tuple[int, int], scheme: Scheme, backend: Backend, array: Callable[[tuple[int, ...], Any], Any]
+) -> QuantizedWeight:
+    """Return a weight of one shard, with factors of bfloat16; `array` makes its arrays of a shape and a type."""
+    groups = shape[0], num_groups(shape[1], scheme)
+    return QuantizedWeight(
+        array(*numbers_shape(shape, scheme)),
+        array(groups, jnp.bfloat16),
+        array(groups, jnp.int16) if scheme.zeros else None,
+        None,
+        array((1,), jnp.float32) if scheme.activations == "static" else None,
+        scheme,
+        backend,
+        arrangement(backend, shape[1], scheme),
+    )

@@ -6,7 +6,6 @@ A CPU has a layout of its own (`cpu/layout.py`).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,7 +14,6 @@ import numpy as np
 from jaxtyping import Array, Float32
 
 from pallas_kernels.dispatch import Backend
-from pallas_kernels.quantized_matmul.backends import arrangement
 from pallas_kernels.quantized_matmul.scheme import Scheme
 
 FP8 = np.dtype(jnp.float8_e4m3fn)
@@ -81,23 +79,6 @@ def num_groups(inputs: int, scheme: Scheme) -> int:
     """Return the number of groups of a row; `inputs` must be a multiple of the group."""
     assert inputs % (scheme.group or inputs) == 0, (inputs, scheme)
     return inputs // (scheme.group or inputs)
-
-
-def make_weight(
-    shape: tuple[int, int], scheme: Scheme, backend: Backend, array: Callable[[tuple[int, ...], Any], Any]
-) -> QuantizedWeight:
-    """Return a weight of one shard, with factors of bfloat16; `array` makes its arrays of a shape and a type."""
-    groups = shape[0], num_groups(shape[1], scheme)
-    return QuantizedWeight(
-        array(*numbers_shape(shape, scheme)),
-        array(groups, jnp.bfloat16),
-        array(groups, jnp.int16) if scheme.zeros else None,
-        None,
-        array((1,), jnp.float32) if scheme.activations == "static" else None,
-        scheme,
-        backend,
-        arrangement(backend, shape[1], scheme),
-    )
 
 
 def unpack_numbers(weight: QuantizedWeight) -> Float32[Array, "*out in_dim"]:

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from jaxserve.api_types import EngineRequest, FinishReason, SamplingParams, TokenLogprobs
-from jaxserve.engine.grammar.grammars import Allowed, RequestGrammar
+from jaxserve.engine.scheduling.grammars import Allowed, RequestGrammar
 from jaxserve.step_plan import Capacity, Chunk, Draw, DrawResult, SlotOpen, StepPlan, StepResult
 from tests.grammars import first_allowed, follow
 

@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.layers.embedding import embed, logits, mask_padding, shard_index
+from jaxserve.layers.embedding import embed, logits
 from jaxserve.layers.linear import linear, row_parallel
 from jaxserve.layers.mlp import MlpParams, mlp
 from jaxserve.layers.norm import rms_norm
+from jaxserve.layers.vocabulary import mask_padding, shard_index
 from tests.runtime.tiny import on_mesh
 
 RNG = np.random.default_rng(0)

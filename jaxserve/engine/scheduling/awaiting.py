@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from jaxserve.engine.grammar.grammars import Allowed, Grammars, RequestGrammar
+from jaxserve.engine.scheduling.grammars import Allowed, Grammars, RequestGrammar
 from jaxserve.engine.scheduling.request import Phase, Request
 
 # A step waits for grammars while the one before still runs: about half as long as a step takes, in these limits.

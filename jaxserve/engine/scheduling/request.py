@@ -12,8 +12,8 @@ from __future__ import annotations
 import enum
 
 from jaxserve.api_types import EngineRequest, FinishReason, SamplingParams, TokenEvent, TokenLogprobs, Usage
-from jaxserve.engine.grammar.grammars import RequestGrammar
 from jaxserve.engine.kv_cache.radix_node import RadixNode
+from jaxserve.engine.scheduling.grammars import RequestGrammar
 
 
 class Phase(enum.Enum):

@@ -16,13 +16,13 @@ from typing import NamedTuple
 import msgspec
 
 from jaxserve.api_types import EngineRequest, EngineStats, FinishReason, TokenEvent, TokenLogprobs, Usage
-from jaxserve.engine.grammar.grammars import Allowed, Grammars, RequestGrammar
 from jaxserve.engine.kv_cache.host_tier import HostTier, WritePolicy
 from jaxserve.engine.kv_cache.page_pool import PagePool
 from jaxserve.engine.kv_cache.radix_cache import RadixCache
 from jaxserve.engine.kv_cache.window_pages import WindowPages
 from jaxserve.engine.scheduling import admission
 from jaxserve.engine.scheduling.awaiting import AwaitingRequests
+from jaxserve.engine.scheduling.grammars import Allowed, Grammars, RequestGrammar
 from jaxserve.engine.scheduling.planner import Planner
 from jaxserve.engine.scheduling.policy import Policy, WaitingQueue
 from jaxserve.engine.scheduling.rank import Rank

@@ -13,17 +13,16 @@ from collections.abc import Callable, Collection
 import flax.struct
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxserve.errors import ConfigError
 from jaxserve.layers import embedding
 from jaxserve.layers.attention import AttentionParams, AttentionSettings, self_attention
-from jaxserve.layers.axes import TENSOR_AXES
 from jaxserve.layers.batch import KVPools, LayerOutput, TokenBatch
 from jaxserve.layers.linear import linear
 from jaxserve.layers.mlp import MlpParams, mlp
 from jaxserve.layers.norm import rms_norm
+from jaxserve.layers.vocabulary import gather_shards, num_shards, shard_index
 from jaxserve.model_source.fields import LAYERS, WIDTH, Fields, Range, abbreviate
 from jaxserve.models import llama
 from jaxserve.models.layout import LaidOutModel
@@ -267,7 +266,7 @@ def logits(
     found = embedding.logits(features, params.output, num_rows)
     if params.d2t is None:
         return found
-    found = lax.all_gather(found, TENSOR_AXES, axis=1, tiled=True)
-    row, size = jnp.arange(len(params.d2t), dtype=jnp.int32), model.padded_vocab_size // lax.axis_size(TENSOR_AXES)
-    rows = jnp.full((size,), -1, jnp.int32).at[embedding.shard_index(row + params.d2t, size)].set(row, mode="drop")
+    found = gather_shards(found)
+    row, size = jnp.arange(len(params.d2t), dtype=jnp.int32), model.padded_vocab_size // num_shards()
+    rows = jnp.full((size,), -1, jnp.int32).at[shard_index(row + params.d2t, size)].set(row, mode="drop")
     return jnp.where(rows >= 0, found[:, jnp.maximum(rows, 0)], -jnp.inf)

@@ -28,7 +28,7 @@ from jaxserve.quant import (
     method_of,
     stored_by_config,
 )
-from jaxserve.runtime.speculation.draft_model import DraftModel
+from jaxserve.runtime.step.draft_model import DraftModel
 from jaxserve.weights import open_source, stored_types
 from pallas_kernels.ngram_lookup import NgramLookup
 from pallas_kernels.paged_attention import KernelTarget

@@ -21,8 +21,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxserve.layers.batch import TokenBatch
 from jaxserve.models.registry import family, forward
-from jaxserve.runtime.speculation.draft_model import DraftModel
 from jaxserve.runtime.step.buckets import smallest_fitting
+from jaxserve.runtime.step.draft_model import DraftModel
 from jaxserve.runtime.step.features import kept_features
 from jaxserve.runtime.step.input_packing import InputPacking, PackedField
 from jaxserve.runtime.step.program import ProgramKey, ProgramKind, RankFunction, StepContext

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int
 
 from jaxserve.layers.axes import DATA_AXIS
-from jaxserve.layers.embedding import shard_index
+from jaxserve.layers.vocabulary import shard_index
 from jaxserve.models.registry import family
 from jaxserve.runtime.step.buckets import smallest_fitting, token_buckets
 from jaxserve.runtime.step.input_packing import InputPacking, PackedField

@@ -17,8 +17,8 @@ from jaxtyping import Array, Float, Int
 from jaxserve.layers.axes import TENSOR_AXES, tensor_rank
 from jaxserve.layers.batch import LayerOutput
 from jaxserve.models.registry import family
-from jaxserve.runtime.speculation.draft_model import DraftModel
 from jaxserve.runtime.step.batch import StepInput
+from jaxserve.runtime.step.draft_model import DraftModel
 from jaxserve.runtime.step.state import Drafts
 
 

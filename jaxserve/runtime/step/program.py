@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxserve.config.schema import EngineConfig
 from jaxserve.models.layout import AnyModel
-from jaxserve.runtime.speculation.draft_model import DraftModel
+from jaxserve.runtime.step.draft_model import DraftModel
 from jaxserve.runtime.step.input_packing import InputPacking
 from jaxserve.runtime.step.state import ArraySpec, DeviceState
 from jaxserve.step_plan import Capacity

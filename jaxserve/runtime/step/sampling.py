@@ -20,11 +20,11 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jaxserve.api_types import MAX_LOGPROBS
 from jaxserve.layers.axes import TENSOR_AXES, sum_of_shards, tensor_rank
-from jaxserve.layers.embedding import shard_index
+from jaxserve.layers.vocabulary import first_id, gather_shards, num_shards, shard_index, token_logit
 from jaxserve.runtime.step.groups import in_groups
 from jaxserve.runtime.step.state import SamplingRows
 from pallas_kernels.normalization import log_sum_exp
@@ -75,8 +75,8 @@ def greedy(logits: Float[Array, "rows vocab_shard"]) -> Int[Array, " rows"]:
     index = jnp.arange(size, dtype=jnp.int32)
     local = jnp.min(jnp.where(logits == peak[:, None], index, size - 1), axis=1)
     best = lax.pmax(peak, TENSOR_AXES)
-    vocab = size * lax.axis_size(TENSOR_AXES)
-    return lax.pmin(jnp.where(peak == best, local + tensor_rank() * size, vocab - 1), TENSOR_AXES)
+    vocab = size * num_shards()
+    return lax.pmin(jnp.where(peak == best, local + first_id(size), vocab - 1), TENSOR_AXES)
 
 
 @jax.named_scope("sample")
@@ -113,7 +113,7 @@ def sample(
         logits, own, rows, columns = given
         return _on_whole_rows(draw_tokens, adjust_logits(logits, own, counts, rows), *columns)
 
-    if _num_shards() > 1:
+    if num_shards() > 1:
         token = draw_edited()
     else:  # Each branch draws: a condition that returned logits would copy them even if no row edits them.
         edited = rows.samples & jnp.any(jnp.stack(_edits(own, rows)), axis=0)
@@ -131,7 +131,7 @@ def sample(
 def _of_first[Found](compute: Callable[[Any], Found], rows: Any, num_rows: Int[Array, ""] | None) -> Found:
     """Return `compute(rows)`; if only the first `num_rows` are needed, a few at a time. Shards take all at once, as
     they exchange logits."""
-    if num_rows is None or _num_shards() > 1 or len(jax.tree.leaves(rows)[0]) <= _FEW_ROWS:
+    if num_rows is None or num_shards() > 1 or len(jax.tree.leaves(rows)[0]) <= _FEW_ROWS:
         return compute(rows)
     return in_groups(lambda some, _: compute(some), rows, num_rows, _FEW_ROWS)
 
@@ -144,10 +144,10 @@ def _forbid_others(
         return logits
     rows, size = logits.shape
     bits = ((allowed[:, :, None] >> jnp.arange(32, dtype=jnp.int32)) & 1).reshape(rows, -1)
-    vocab = size * _num_shards()
+    vocab = size * num_shards()
     own = jnp.pad(bits, ((0, 0), (0, max(0, vocab - bits.shape[1]))))
-    if _num_shards() > 1:
-        own = lax.dynamic_slice_in_dim(own, tensor_rank() * size, size, axis=1)
+    if num_shards() > 1:
+        own = lax.dynamic_slice_in_dim(own, first_id(size), size, axis=1)
     return jnp.where(own[:, :size] != 0, logits, -jnp.inf)
 
 
@@ -159,11 +159,11 @@ def _sample_by_rows(
     rows: DrawnRows,
     keys: UInt32[Array, "rows 2"],
 ) -> Int[Array, " rows"]:
-    first = (tensor_rank() * logits.shape[1]).reshape(1)
+    first = first_id(logits.shape[1]).reshape(1)
     edits = Edits(counts, params.stop_ids, params.bias_ids, params.bias_values, first, rows.pending)
     table = SlotTable(rows.slots, params.ints, params.floats)
     edited, is_edited = kernels.edit_logits(logits, rows.lengths, rows.samples, edits, table)
-    if _num_shards() == 1:
+    if num_shards() == 1:
         return kernels.draw_tokens(logits, (edited, is_edited), keys, rows.samples, table)
 
     def draw(logits: Array, keys: Array, samples: Array, slots: Array) -> Array:
@@ -182,7 +182,7 @@ def _on_whole_rows(
 
     Columns are arrays by row, or trees of them.
     """
-    shards, rows = _num_shards(), logits.shape[0]
+    shards, rows = num_shards(), logits.shape[0]
     if shards == 1:
         return draw(logits, *columns)
     each = -(-rows // shards)
@@ -211,12 +211,12 @@ def logprobs(
         return _logprobs_by_rows(kernels, logits, token, wanted)
     normalizer = log_sum_exp(logits)
     top, top_ids = lax.top_k(logits, min(MAX_LOGPROBS, logits.shape[1]))
-    if _num_shards() == 1:
+    if num_shards() == 1:
         chosen = jnp.take_along_axis(logits, token[:, None], axis=1)
     else:
-        normalizer = log_sum_exp(_gather_shards(normalizer))
-        chosen = _token_logit(logits, token)
-        top, top_ids = _gather_shards(top), _gather_shards(top_ids + tensor_rank() * logits.shape[1])
+        normalizer = log_sum_exp(gather_shards(normalizer))
+        chosen = token_logit(logits, token)
+        top, top_ids = gather_shards(top), gather_shards(top_ids + first_id(logits.shape[1]))
         # Equals stay in shard order, so the lowest id comes first.
         top, at = lax.top_k(top, min(MAX_LOGPROBS, top.shape[1]))
         top_ids = jnp.take_along_axis(top_ids, at, axis=1)
@@ -231,34 +231,18 @@ def _logprobs_by_rows(
 ) -> Logprobs:
     size = logits.shape[1]
     count = min(MAX_LOGPROBS, size)
-    if _num_shards() == 1:
+    if num_shards() == 1:
         found = kernels.top_logits(logits, token, wanted, top=count, normalize=True)
         return Logprobs(found.chosen, found.top_ids, found.top)
     own = kernels.top_logits(logits, shard_index(token, size), wanted, top=count, normalize=False)
-    normalizer = jax.nn.logsumexp(_gather_shards(own.normalizer[:, None]), axis=1)
+    normalizer = jax.nn.logsumexp(gather_shards(own.normalizer[:, None]), axis=1)
     chosen = sum_of_shards(own.chosen)
-    top, ids = _gather_shards(own.top), _gather_shards(own.top_ids + tensor_rank() * size)
+    top, ids = gather_shards(own.top), gather_shards(own.top_ids + first_id(size))
     # Equals stay in shard order, so the lowest id comes first.
     count = min(MAX_LOGPROBS, top.shape[1])
     merged = kernels.top_logits(top, token, wanted, top=count, normalize=False)
     ids = jnp.take_along_axis(ids, merged.top_ids, axis=1)
     return Logprobs(chosen - normalizer, ids, merged.top - normalizer[:, None])
-
-
-def _token_logit(logits: Float[Array, "rows vocab_shard"], token: Int[Array, " rows"]) -> Float[Array, "rows 1"]:
-    """Return each row's logit of its token, from the shard that has it."""
-    size = logits.shape[1]
-    at = shard_index(token, size)[:, None]
-    own = jnp.take_along_axis(logits, jnp.minimum(at, size - 1), axis=1)
-    return sum_of_shards(jnp.where(at < size, own, 0.0))
-
-
-def _gather_shards(x: Shaped[Array, "rows some"]) -> Shaped[Array, "rows some_of_all"]:
-    return lax.all_gather(x, TENSOR_AXES, axis=1, tiled=True)
-
-
-def _num_shards() -> int:
-    return int(lax.axis_size(TENSOR_AXES))
 
 
 def adjust_logits(

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from jaxserve.api_types import MAX_STOP_IDS
-from jaxserve.layers.embedding import shard_index
+from jaxserve.layers.vocabulary import shard_index
 from jaxserve.runtime.step.input_packing import InputPacking, PackedField
 from jaxserve.runtime.step.program import ProgramKey, ProgramKind, RankFunction, StepContext
 from jaxserve.runtime.step.state import INT_COLUMNS, DeviceState, SlotColumn

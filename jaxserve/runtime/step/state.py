@@ -21,7 +21,7 @@ from jaxserve.api_types import MAX_LOGIT_BIAS, MAX_STOP_IDS
 from jaxserve.layers.batch import KVPools
 from jaxserve.models.layout import AnyModel
 from jaxserve.params import KVSpec
-from jaxserve.runtime.speculation.draft_model import DraftModel
+from jaxserve.runtime.step.draft_model import DraftModel
 from jaxserve.step_plan import Capacity
 from pallas_kernels.ngram_lookup import NgramIndex, NgramLookup
 from pallas_kernels.paged_attention import KVLayout, PagedKV, is_float8, kv_layout

@@ -19,13 +19,13 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, UInt32
 
 from jaxserve.layers.axes import DATA_AXIS
-from jaxserve.layers.embedding import mask_padding, shard_index
+from jaxserve.layers.vocabulary import mask_padding, shard_index
 from jaxserve.models.registry import family, forward
 from jaxserve.runtime.devices.mesh import partitions
-from jaxserve.runtime.speculation.draft_model import DraftModel
 from jaxserve.runtime.step import batch as batches
 from jaxserve.runtime.step import sampling, verify
 from jaxserve.runtime.step.batch import StepInput, StepShape, step_packing, step_shape
+from jaxserve.runtime.step.draft_model import DraftModel
 from jaxserve.runtime.step.features import keep_features
 from jaxserve.runtime.step.groups import in_groups
 from jaxserve.runtime.step.input_packing import InputPacking

@@ -17,7 +17,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int
 
 from jaxserve.layers.axes import TENSOR_AXES
-from jaxserve.runtime.speculation.draft_model import DraftModel
+from jaxserve.runtime.step.draft_model import DraftModel
 from jaxserve.runtime.step.state import DeviceState, Drafts
 from pallas_kernels import ngram_lookup
 from pallas_kernels.ngram_lookup import NgramLookup

@@ -16,7 +16,7 @@ from tokenizers.processors import TemplateProcessing
 from jaxserve.errors import ConfigError
 from jaxserve.model_source.gguf_config import token_id
 from jaxserve.model_source.gguf_metadata import GGUFMetadata
-from jaxserve.text.chat_template_files import DEFAULT
+from jaxserve.text.tokenizers.chat_template_files import DEFAULT
 from jaxserve.text.tokenizers.sentencepiece_backend import (
     Piece,
     PieceKind,

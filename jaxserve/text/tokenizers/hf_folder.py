@@ -14,7 +14,7 @@ from tokenizers.processors import TemplateProcessing
 
 from jaxserve.errors import ConfigError
 from jaxserve.model_source.fields import TOKEN_ID, Fields, read_json
-from jaxserve.text.chat_template_files import chat_templates
+from jaxserve.text.tokenizers.chat_template_files import chat_templates
 from jaxserve.text.tokenizers.sentencepiece_model import backend_from_sentencepiece, read_sentencepiece_model
 from jaxserve.text.tokenizers.tekken import SPECIAL_TOKENS as TEKKEN_SPECIAL_TOKENS
 from jaxserve.text.tokenizers.tekken import backend_from_tekken

@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxserve.model_source import ModelSource, find_tokenizer_files
 from jaxserve.model_source.gguf_metadata import GGUFMetadata
-from jaxserve.text.chat_template_files import DEFAULT
+from jaxserve.text.tokenizers.chat_template_files import DEFAULT
 from jaxserve.text.tokenizers.tokenizer_parts import TokenizerParts
 
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from jaxserve.errors import ConfigError, InvalidRequestError
 from jaxserve.model_source import ModelSource
-from jaxserve.text.chat_template_files import default_chat_template
-from jaxserve.text.min_tokens import MinTokenCounter
+from jaxserve.text.tokenizers.chat_template_files import default_chat_template
+from jaxserve.text.tokenizers.min_tokens import MinTokenCounter
 from jaxserve.text.tokenizers.token_bytes import TokenByteTable, token_byte_table
 from jaxserve.text.tokenizers.tokenizer_parts import HARMONY_ENDS, TokenizerParts
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
-from jaxserve.text.min_tokens import MinTokenCounter
+from jaxserve.text.tokenizers.min_tokens import MinTokenCounter
 from jaxserve.text.tokenizers.token_bytes import byte_alphabet
 from tests.selection import examples
 from tests.text import small_tokenizers

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from jaxserve.engine.grammar import grammars as module
-from jaxserve.engine.grammar.grammars import Allowed, Grammars, RequestGrammar
+from jaxserve.engine.scheduling import grammars as module
+from jaxserve.engine.scheduling.grammars import Allowed, Grammars, RequestGrammar
 from tests.grammars import EOS, TOKENS, encode, small_vocabulary
 
 REGEX = LLMatcher.grammar_from_regex

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from jaxserve.errors import ConfigError
-from jaxserve.text.chat_template_files import chat_templates, choose_chat_template
+from jaxserve.text.tokenizers.chat_template_files import chat_templates, choose_chat_template
 
 NAMED = {"chat_template": [{"name": "default", "template": "usual"}, {"name": "tool_use", "template": "tools"}]}
 
