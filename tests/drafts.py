@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jaxserve.engine.core.loop import EngineLoop
-from jaxserve.engine.speculation.speculation import Drafting, Speculation
+from jaxserve.engine.speculation.speculation import DraftedRequest, Speculation
 from jaxserve.runtime.step.program import ProgramKey
 from jaxserve.runtime.step.step import StepOutput
 from jaxserve.step_plan import Capacity, StepPlan
@@ -27,7 +27,7 @@ class AnyLengths(Speculation):
         self._random, self._capacity = rng, capacity
         self.paused = False
 
-    def choose(self, ranks: Sequence[Sequence[Drafting]]) -> list[int] | None:
+    def choose(self, ranks: Sequence[Sequence[DraftedRequest]]) -> list[int] | None:
         rows = max(map(len, ranks))
         assert rows
         most = min(self._capacity.max_drafts, self._capacity.verify_buckets[-1] // rows - 1)

@@ -1,5 +1,5 @@
-"""Which module may import which, as docs/architecture.md says, read from the syntax trees; and what starts without jax,
-checked in processes.
+"""Which module may import which, as docs/architecture.md says, and that classes have names of their own, read from the
+syntax trees; and what starts without jax, checked in processes.
 """
 
 from __future__ import annotations
@@ -180,6 +180,19 @@ def test_the_files_of_a_room_import_only_those_below(room: str) -> None:
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_the_files_of_a_folder_do_not_import_each_other_in_a_circle(folder: str) -> None:
     graphlib.TopologicalSorter(imports_inside(folder)).prepare()  # raises CycleError
+
+
+def test_no_class_name_is_used_twice() -> None:
+    names: dict[str, list[str]] = {}
+    for module, path in (*JAXSERVE, *modules("pallas_kernels")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            name = (
+                node.name if isinstance(node, ast.ClassDef) else node.name.id if isinstance(node, ast.TypeAlias) else ""
+            )
+            # Each family has its own of these; they are used with their module's name.
+            if name not in ("", "Config", "Params", "LayerParams"):
+                names.setdefault(name.lstrip("_"), []).append(module)
+    assert {name: found for name, found in names.items() if len(found) > 1} == {}
 
 
 @pytest.mark.parametrize(("api", "other"), [("openai", "sglang"), ("sglang", "openai")])

@@ -16,15 +16,15 @@ from pallas_kernels.grouped_matmul import BACKENDS, grouped_matmul
 from pallas_kernels.grouped_matmul.tuning import Experts
 from pallas_kernels.quantized_matmul import Scheme
 from pallas_kernels.target import CPU, KernelTarget, target_of
-from pallas_kernels.tune.experts import Model, make_step
+from pallas_kernels.tune.experts import MixtureShape, make_step
 from tests.pallas_kernels.grouped_matmul.cases import CASES, Case, make_case
 
 _MODELS = {
-    "Qwen3-30B-A3B": Model(128, 8, 2048, 768, (None, Scheme("fp8", 128, activations="group"))),
-    "gpt-oss-120b": Model(128, 4, 2880, 2880, (Scheme("fp4", 32),)),
-    "Mixtral-8x7B": Model(8, 2, 4096, 14336, (None, Scheme("int4", 128, zeros=True))),
+    "Qwen3-30B-A3B": MixtureShape(128, 8, 2048, 768, (None, Scheme("fp8", 128, activations="group"))),
+    "gpt-oss-120b": MixtureShape(128, 4, 2880, 2880, (Scheme("fp4", 32),)),
+    "Mixtral-8x7B": MixtureShape(8, 2, 4096, 14336, (None, Scheme("int4", 128, zeros=True))),
 }
-_TINY = {"tiny": Model(4, 2, 128, 128, (None,))}
+_TINY = {"tiny": MixtureShape(4, 2, 128, 128, (None,))}
 _BACKENDS: dict[str, tuple[BackendName, ...]] = {"cpu": ("triton",), "tpu": ("mosaic_tpu",)}
 _TOKENS = (1, 8, 64, 2048)
 _LARGE = 2048

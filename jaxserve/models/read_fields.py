@@ -19,7 +19,7 @@ DRAFTS = Range(0, 64)
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
-class Sizes(TypedDict):
+class ConfigSizes(TypedDict):
     """The fields of `ModelConfig` that all families read alike."""
 
     architecture: str
@@ -34,7 +34,7 @@ class Sizes(TypedDict):
     tie_word_embeddings: bool
 
 
-def read_sizes(fields: Fields, **defaults: int) -> Sizes:
+def read_sizes(fields: Fields, **defaults: int) -> ConfigSizes:
     """Read the sizes; `defaults` are values by field name that the family's checkpoints may leave out.
 
     Raises `ConfigError` naming the field that is missing, out of range or doesn't fit another.
@@ -50,7 +50,7 @@ def read_sizes(fields: Fields, **defaults: int) -> Sizes:
     head_dim = fields.integer("head_dim", HEAD_DIM, defaults.get("head_dim", hidden // heads))
     if head_dim % 2:
         raise ConfigError(f"{where}: head_dim={head_dim} is odd: rotary embedding rotates pairs of dimensions")
-    return Sizes(
+    return ConfigSizes(
         architecture=(fields.texts("architectures") or ["(none)"])[0],
         vocab_size=fields.integer("vocab_size", WIDTH, defaults.get("vocab_size")),
         hidden_size=hidden,

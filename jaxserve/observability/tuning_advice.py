@@ -17,4 +17,4 @@ class TuningAdvice:
     what_to_do: str
 
 
-type Rule = Callable[[Sequence[Sample], Settings], TuningAdvice | None]
+type AdviceRule = Callable[[Sequence[Sample], Settings], TuningAdvice | None]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from jaxserve.observability.draft_rules import drafts_rejected, drafts_unused
 from jaxserve.observability.sample import Sample, Settings
-from jaxserve.observability.tuning_advice import Rule, TuningAdvice
+from jaxserve.observability.tuning_advice import AdviceRule, TuningAdvice
 
 GOOD_USAGE = 0.9
 UNEVEN_USAGE = 0.6
@@ -267,7 +267,7 @@ def client_too_slow(samples: Sequence[Sample], settings: Settings) -> TuningAdvi
     )
 
 
-RULES: tuple[Rule, ...] = (
+RULES: tuple[AdviceRule, ...] = (
     *(
         engine_ended,
         compiled_while_serving,

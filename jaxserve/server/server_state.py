@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from jaxserve.engine.client import Engine
     from jaxserve.observability.engine_metrics import Reading
     from jaxserve.text.answers.formats import AnswerFormats
-    from jaxserve.text.chat_template import Message
     from jaxserve.text.grammars.checking import GrammarChecker
+    from jaxserve.text.prompt_forms import Message
     from jaxserve.text.tokenizers.escaped_marks import EscapedMarks
     from jaxserve.text.tokenizers.tokenizer import Tokenizer
 

@@ -23,9 +23,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from jaxserve.errors import ConfigError, InvalidRequestError
 from jaxserve.text.answers.formats import CALL_FORMATS, DEFAULT_CALLS
+from jaxserve.text.prompt_forms import Message
 from jaxserve.text.template_tools import CALL_FORMS, CallForm, calls_in_text, described_in_text
-
-type Message = Mapping[str, Any]
 
 type _ContentFormat = Literal["text", "parts", "both"]
 

@@ -23,7 +23,8 @@ from jaxserve import host
 from jaxserve.errors import InvalidRequestError
 from jaxserve.framing import FrameFormat
 from jaxserve.text.answers.formats import DEFAULT_CALLS
-from jaxserve.text.chat_template import ChatTemplate, Message
+from jaxserve.text.chat_template import ChatTemplate
+from jaxserve.text.prompt_forms import Message
 
 CPU_SECONDS = 5.0
 MEMORY_BYTES = 1 << 30

@@ -23,7 +23,7 @@ from pallas_kernels.tuning import Kind
 
 
 @dataclasses.dataclass(frozen=True)
-class Model:
+class MixtureShape:
     """The experts of a layer: gate and up `[ffn, dim]` each and down `[dim, ffn]`, of which a token chooses some."""
 
     experts: int
@@ -36,13 +36,13 @@ class Model:
 _FP8 = Scheme("fp8", 128, activations="group")
 # Qwen3-30B-A3B, Qwen3-235B-A22B on four devices, Mixtral-8x7B, gpt-oss-120b and -20b.
 MODELS = (
-    Model(128, 8, 2048, 768, (None, _FP8, Scheme("int4", 128))),
-    Model(32, 2, 4096, 1536, (None, _FP8)),
-    Model(8, 2, 4096, 14336, (None, Scheme("int4", 128, zeros=True))),
-    Model(128, 4, 2880, 2880, (Scheme("fp4", 32),)),
-    Model(32, 4, 2880, 2880, (Scheme("fp4", 32),)),
+    MixtureShape(128, 8, 2048, 768, (None, _FP8, Scheme("int4", 128))),
+    MixtureShape(32, 2, 4096, 1536, (None, _FP8)),
+    MixtureShape(8, 2, 4096, 14336, (None, Scheme("int4", 128, zeros=True))),
+    MixtureShape(128, 4, 2880, 2880, (Scheme("fp4", 32),)),
+    MixtureShape(32, 4, 2880, 2880, (Scheme("fp4", 32),)),
 )
-TINY = (Model(4, 2, 256, 128, (Scheme("int4", 128),)),)
+TINY = (MixtureShape(4, 2, 256, 128, (Scheme("int4", 128),)),)
 TOKENS: dict[Kind, int] = {"decode": 16, "prefill": 4096}
 TINY_TOKENS: dict[Kind, int] = {"decode": 2, "prefill": 40}
 # Products in turn, so that a cache has not the experts of the next one.

@@ -41,7 +41,7 @@ class LogprobDifference:
 
 
 @dataclasses.dataclass(frozen=True)
-class Comparison:
+class AccuracyComparison:
     """The figures. `perplexity_ratio` is other / base. `top1_agreement` is the share of positions where both sides have
     the same likeliest token. `kl_divergence` is a lower bound of KL(base || other), in nats per token; it is close if
     `compared_probability`, which base gives to the tokens that both sides list, is near 1."""
@@ -56,7 +56,7 @@ class Comparison:
     largest_difference: LogprobDifference
 
 
-def compare(base: Sequence[WindowScores], other: Sequence[WindowScores], *, seed: int = 0) -> Comparison:
+def compare(base: Sequence[WindowScores], other: Sequence[WindowScores], *, seed: int = 0) -> AccuracyComparison:
     """Compare the scores of the same windows, all of one size."""
     draws = None
     if len(base) >= MIN_WINDOWS:
@@ -64,7 +64,7 @@ def compare(base: Sequence[WindowScores], other: Sequence[WindowScores], *, seed
     base_nll, other_nll = (np.array([-scores.logprobs.mean() for scores in side]) for side in (base, other))
     pairs = list(zip(base, other, strict=True))
     divergences = np.array([[part.mean() for part in kl_lower_bounds(*pair)] for pair in pairs])
-    return Comparison(
+    return AccuracyComparison(
         num_scored_tokens=sum(len(scores.logprobs) for scores in base),
         base_perplexity=_exp(_mean(base_nll, draws)),
         other_perplexity=_exp(_mean(other_nll, draws)),

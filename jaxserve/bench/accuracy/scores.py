@@ -16,18 +16,18 @@ _ID_PREFIX = "token_id:"
 _NO_TOKEN = -1
 
 
-class _Logprobs(msgspec.Struct):
+class _ScoredLogprobs(msgspec.Struct):
     tokens: list[str]
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float | None] | None]
 
 
-class _Choice(msgspec.Struct):
-    logprobs: _Logprobs | None = None
+class _ScoredChoice(msgspec.Struct):
+    logprobs: _ScoredLogprobs | None = None
 
 
 class _Completion(msgspec.Struct):
-    choices: list[_Choice]
+    choices: list[_ScoredChoice]
 
 
 class NoPromptLogprobsError(JaxserveError):
@@ -83,7 +83,7 @@ def read_scores(body: bytes, num_tokens: int, numbers: TokenNumbers) -> WindowSc
     return WindowScores(np.array(read.token_logprobs[1:num_tokens], float), top_tokens, top_logprobs)
 
 
-def _read(body: bytes, num_tokens: int) -> _Logprobs:
+def _read(body: bytes, num_tokens: int) -> _ScoredLogprobs:
     try:
         # Unlike msgspec's decoder, the json module reads the NaN that some servers write.
         completion = msgspec.convert(json.loads(body), type=_Completion)
@@ -97,7 +97,7 @@ def _read(body: bytes, num_tokens: int) -> _Logprobs:
     return read
 
 
-def _likeliest(read: _Logprobs, position: int, numbers: TokenNumbers) -> dict[int, float]:
+def _likeliest(read: _ScoredLogprobs, position: int, numbers: TokenNumbers) -> dict[int, float]:
     """Return log probabilities by token: the window's own, and those of the list. Where several names mean one token,
     the likeliest counts."""
     own, listed = read.tokens[position], read.top_logprobs[position] or {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from jaxserve.bench.datasets.prompts import BenchConversation, Prompt
+from jaxserve.bench.datasets.prompts import BenchConversation, DatasetPrompt
 from jaxserve.bench.datasets.vocabulary import Vocabulary
 
 
@@ -34,4 +34,4 @@ def as_conversation(
     texts: list[str], output_len: int, *, system: str | None = None, pause: float = 0.0
 ) -> BenchConversation:
     """Return a conversation of these texts. Its prompt lengths are unknown: they depend on the server's answers."""
-    return BenchConversation(tuple(Prompt(text, None, output_len) for text in texts), system=system, pause=pause)
+    return BenchConversation(tuple(DatasetPrompt(text, None, output_len) for text in texts), system=system, pause=pause)

@@ -10,7 +10,7 @@ Content = str | list[int] | list[dict[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Prompt:
+class DatasetPrompt:
     """One request to send. `prompt_tokens` is the tokenizer's count for the content, without a chat's template, and
     None if unknown; `output_tokens` is the request's max_tokens."""
 
@@ -26,7 +26,7 @@ class BenchConversation:
     `at` is when the first is sent, in seconds since the start, if the dataset has arrival times.
     """
 
-    prompts: tuple[Prompt, ...]
+    prompts: tuple[DatasetPrompt, ...]
     system: str | None = None
     at: float | None = None
     pause: float = 0.0
@@ -36,4 +36,4 @@ def single_prompt(
     content: Content, prompt_tokens: int | None, output_tokens: int, at: float | None = None
 ) -> BenchConversation:
     """Return a conversation of one prompt."""
-    return BenchConversation((Prompt(content, prompt_tokens, output_tokens),), at=at)
+    return BenchConversation((DatasetPrompt(content, prompt_tokens, output_tokens),), at=at)

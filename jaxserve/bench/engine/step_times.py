@@ -35,7 +35,7 @@ class ProgramTimes:
 
 
 @dataclasses.dataclass(frozen=True)
-class StepTimes:
+class ProfiledSteps:
     """Milliseconds per step. `wall_ms` is the time from the first phase of the first step to the end of the last phase
     of the last step, divided by the number of steps."""
 
@@ -50,7 +50,7 @@ class StepTimes:
         return self.wall_ms - sum(self.host_ms.values())
 
 
-def read_step_times(folder: Path) -> StepTimes:
+def read_step_times(folder: Path) -> ProfiledSteps:
     """Return the times of a profile's folder. Raises `BenchRunError` if it can't be read or holds no steps."""
     try:
         [trace] = folder.glob("*.trace.json.gz")
@@ -63,7 +63,7 @@ def read_step_times(folder: Path) -> StepTimes:
     return step_times(events, scopes)
 
 
-def step_times(events: Iterable[Mapping[str, Any]], scopes: Mapping[str, Mapping[str, str]]) -> StepTimes:
+def step_times(events: Iterable[Mapping[str, Any]], scopes: Mapping[str, Mapping[str, str]]) -> ProfiledSteps:
     """Return the times in a trace's events. `scopes` maps each program's operations to their scopes."""
     processes: dict[Any, str] = {}
     threads: dict[Any, str] = {}
@@ -87,7 +87,7 @@ def step_times(events: Iterable[Mapping[str, Any]], scopes: Mapping[str, Mapping
     # Each operation must count once: prefer a device's line of operations, then its streams, then the host's threads.
     device = [event for event in operations if processes.get(event["pid"], "").startswith("/device:")] or operations
     device = [event for event in device if threads.get((event["pid"], event["tid"])) == "XLA Ops"] or device
-    return StepTimes(num_steps, wall / 1e3 / num_steps, host, _programs(device, scopes))
+    return ProfiledSteps(num_steps, wall / 1e3 / num_steps, host, _programs(device, scopes))
 
 
 def _programs(operations: list[Any], scopes: Mapping[str, Mapping[str, str]]) -> list[ProgramTimes]:

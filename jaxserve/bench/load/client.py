@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from jaxserve.bench.datasets.prompts import Prompt
+from jaxserve.bench.datasets.prompts import DatasetPrompt
 from jaxserve.bench.load.backends import RequestWriter
 from jaxserve.bench.load.http_client import BrokenResponseError, ConnectionPool
 from jaxserve.bench.load.records import RequestRecord
@@ -107,7 +107,7 @@ class LoadClient:
         self._timeout, self._stall = timeout, stall
 
     async def send(
-        self, record: RequestRecord, prompt: Prompt, history: list[dict[str, Any]], seed: int | None
+        self, record: RequestRecord, prompt: DatasetPrompt, history: list[dict[str, Any]], seed: int | None
     ) -> None:
         """Send the prompt and fill in the record; a cancelled request is left "unfinished"."""
         message = self._writer.write(prompt.content, history, prompt.output_tokens, record.id, seed)

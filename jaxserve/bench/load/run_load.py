@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxserve.bench.datasets.prompts import BenchConversation, Prompt
+from jaxserve.bench.datasets.prompts import BenchConversation, DatasetPrompt
 from jaxserve.bench.load.client import LoadClient
 from jaxserve.bench.load.client_load import ClientLoad, ClientMonitor
 from jaxserve.bench.load.records import RequestRecord
@@ -109,7 +109,9 @@ class LoadRun:
             if len(conversation.prompts) > 1:
                 history += [{"role": "user", "content": prompt.content}, {"role": "assistant", "content": record.text}]
 
-    async def _send(self, record: RequestRecord, prompt: Prompt, history: list[dict[str, Any]], number: int) -> None:
+    async def _send(
+        self, record: RequestRecord, prompt: DatasetPrompt, history: list[dict[str, Any]], number: int
+    ) -> None:
         arrived = time.perf_counter()
         async with self._open_limit:
             self.open += 1

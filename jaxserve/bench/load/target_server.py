@@ -84,7 +84,7 @@ class ServedModel(msgspec.Struct):
         return self.max_model_len if isinstance(self.max_model_len, int) and self.max_model_len > 0 else None
 
 
-class _ModelList(msgspec.Struct):
+class _ServedModels(msgspec.Struct):
     data: list[ServedModel]
 
 
@@ -161,7 +161,7 @@ async def find_context(
 
 def _read_models(body: bytes) -> list[ServedModel]:
     try:
-        return msgspec.json.decode(body, type=_ModelList).data
+        return msgspec.json.decode(body, type=_ServedModels).data
     except msgspec.DecodeError:
         return []
 

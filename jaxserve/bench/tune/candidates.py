@@ -81,10 +81,10 @@ def choose_candidates(setting: str, load: ObservedLoad, goal: str) -> Candidates
     return Candidates(setting, tuple(values), why)
 
 
-type Rule = tuple[list[Any], str]
+type CandidateRule = tuple[list[Any], str]
 
 
-def _max_running(load: ObservedLoad, goal: str) -> Rule:
+def _max_running(load: ObservedLoad, goal: str) -> CandidateRule:
     running, peak = load.max_running, load.peak_open
     if peak > running:
         return [2 * running, max(1, running // 2)], f"{peak} requests were open at once, {running} may run"
@@ -93,7 +93,7 @@ def _max_running(load: ObservedLoad, goal: str) -> Rule:
     return [], f"at most {peak} requests were open at once, {running} may run"
 
 
-def _chunk(load: ObservedLoad, goal: str) -> Rule:
+def _chunk(load: ObservedLoad, goal: str) -> CandidateRule:
     most = load.peak_open * load.mean_input
     if most <= load.chunk // 2:
         return [], f"all open prompts together ({most:.0f} tokens) fit into half a chunk of {load.chunk}"
@@ -103,14 +103,14 @@ def _chunk(load: ObservedLoad, goal: str) -> Rule:
     return [2 * load.chunk, smaller], f"prompts of {load.mean_input:.0f} tokens, {load.peak_open} at once"
 
 
-def _policy(load: ObservedLoad, goal: str) -> Rule:
+def _policy(load: ObservedLoad, goal: str) -> CandidateRule:
     if load.peak_open <= load.max_running:
         return [], f"{load.peak_open} requests were open at once, {load.max_running} may run: the queue stays empty"
     known = ["lpm", "fcfs"] + (["shortest-prefill-first"] if goal == "latency" else [])
     return [policy for policy in known if policy != load.policy], "requests wait, so their order matters"
 
 
-def _conservativeness(load: ObservedLoad, goal: str) -> Rule:
+def _conservativeness(load: ObservedLoad, goal: str) -> CandidateRule:
     if load.preemptions:
         return [1.3 * max(load.conservativeness, 1.0)], f"{load.preemptions} requests were retracted"
     wanted = min(load.peak_open, load.max_running) * (load.mean_input + load.mean_output)
@@ -119,7 +119,7 @@ def _conservativeness(load: ObservedLoad, goal: str) -> Rule:
     return [0.3 * load.conservativeness], f"the requests that may run need {wanted:.0f} of {load.kv_tokens} tokens"
 
 
-def _buckets(load: ObservedLoad, goal: str) -> Rule:
+def _buckets(load: ObservedLoad, goal: str) -> CandidateRule:
     if not load.steps_by_rows:
         return [], "there was no step with decodes only"
     choice = choose_buckets(load.steps_by_rows, load.max_running)
@@ -131,6 +131,6 @@ def _buckets(load: ObservedLoad, goal: str) -> Rule:
 
 # Saving less padding than this doesn't justify compiling other programs.
 _MIN_PADDING_SAVED = 0.02
-_RULES: Mapping[str, Callable[[ObservedLoad, str], Rule]] = dict(
+_RULES: Mapping[str, Callable[[ObservedLoad, str], CandidateRule]] = dict(
     zip(TUNED_SETTINGS, (_max_running, _chunk, _policy, _conservativeness, _buckets))
 )

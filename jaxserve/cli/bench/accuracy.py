@@ -26,7 +26,7 @@ from jaxserve.cli.common.table import format_table
 from jaxserve.errors import ConfigError
 
 if TYPE_CHECKING:
-    from jaxserve.bench.accuracy.figures import Comparison, Figure
+    from jaxserve.bench.accuracy.figures import AccuracyComparison, Figure
     from jaxserve.bench.accuracy.scores import TokenNumbers, WindowScores
     from jaxserve.bench.accuracy.windows import TextWindows
     from jaxserve.bench.load.target_server import TargetServer
@@ -165,7 +165,7 @@ def _report(
     sides: Sequence[Side],
     text: TextWindows,
     tokenizer: Tokenizer,
-    comparison: Comparison,
+    comparison: AccuracyComparison,
 ) -> str:
     """Return the result as text."""
     from jaxserve.bench.accuracy.figures import CONFIDENCE, MIN_WINDOWS

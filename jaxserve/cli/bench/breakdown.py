@@ -6,13 +6,13 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping
 
-from jaxserve.bench.engine.step_times import ProgramTimes, StepTimes
+from jaxserve.bench.engine.step_times import ProfiledSteps, ProgramTimes
 from jaxserve.cli.common.table import format_table
 
 _LAYER = re.compile(r"layer_\d+")
 
 
-def breakdown(steps: StepTimes) -> str:
+def breakdown(steps: ProfiledSteps) -> str:
     """Return the breakdown as text: the engine's thread, then each program that ran."""
     host = [[name, f"{ms:.3f}", f"{ms / steps.wall_ms:.1%}"] for name, ms in steps.host_ms.items()]
     host.append(["other", f"{steps.other_ms:.3f}", f"{steps.other_ms / steps.wall_ms:.1%}"])

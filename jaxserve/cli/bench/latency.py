@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxserve.bench.datasets.vocabulary import Vocabulary
 from jaxserve.bench.engine.one_batch import BatchTimes, run_batch
-from jaxserve.bench.engine.step_times import StepTimes, read_step_times
+from jaxserve.bench.engine.step_times import ProfiledSteps, read_step_times
 from jaxserve.cli.bench.breakdown import breakdown
 from jaxserve.cli.bench.report import write_json
 from jaxserve.cli.common import flags
@@ -87,7 +87,7 @@ class _LatencyResult:
     arguments: argparse.Namespace
     model: str
     times: list[BatchTimes]
-    steps: StepTimes | None
+    steps: ProfiledSteps | None
 
     def report(self) -> str:
         """Return the result as text."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from jaxserve import model_source
 from jaxserve.api_types import SamplingParams
-from jaxserve.bench.datasets.prompts import BenchConversation, Prompt
+from jaxserve.bench.datasets.prompts import BenchConversation, DatasetPrompt
 from jaxserve.cli.bench.dataset_flags import add_datasets, chosen_dataset
 from jaxserve.cli.bench.report import write_json
 from jaxserve.cli.common import flags
@@ -71,12 +71,12 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _single_prompts(conversations: Sequence[BenchConversation]) -> list[Prompt]:
+def _single_prompts(conversations: Sequence[BenchConversation]) -> list[DatasetPrompt]:
     """Return the prompts of conversations of one prompt each."""
     return [prompt for conversation in conversations for prompt in conversation.prompts]
 
 
-def _generate(llm: LLM, prompts: Sequence[Prompt], temperature: float, *, use_tqdm: bool) -> list[RequestOutput]:
+def _generate(llm: LLM, prompts: Sequence[DatasetPrompt], temperature: float, *, use_tqdm: bool) -> list[RequestOutput]:
     params = [
         SamplingParams(max_tokens=prompt.output_tokens, temperature=temperature, ignore_eos=True) for prompt in prompts
     ]

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _WARMUPS = 4
 
 
-class _Parser(Parser):
+class _TuneParser(Parser):
     """Keeps the arguments after `--` unparsed as `load`."""
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
@@ -43,7 +43,7 @@ class _Parser(Parser):
 
 def parser() -> Parser:
     """Return the parser of `jaxserve bench tune`."""
-    parser = _Parser(prog="jaxserve bench tune", description=__doc__)
+    parser = _TuneParser(prog="jaxserve bench tune", description=__doc__)
     flags.add_model(parser)
     parser.add_argument(
         "--goal",

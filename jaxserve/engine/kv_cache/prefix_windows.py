@@ -14,7 +14,7 @@ from jaxserve.engine.kv_cache.radix_node import RadixNode
 from jaxserve.engine.kv_cache.window_pages import WindowPages, WindowRun
 
 
-class _Part(NamedTuple):
+class _NodePart(NamedTuple):
     """Consecutive pages at the end of a node: first `slots` in host memory, then `pages` on the device."""
 
     node: RadixNode
@@ -26,7 +26,7 @@ class HeldWindow(NamedTuple):
     """The pages of the last window of a prefix; `first` is the index of the first one in the sequence."""
 
     first: int
-    parts: list[_Part]
+    parts: list[_NodePart]
 
     @property
     def num_resident(self) -> int:
@@ -156,7 +156,7 @@ class PrefixWindows:
         """Return the last window of a prefix of `num_pages` pages, and count a user of its pages and copies."""
         window = self.groups[group]
         first = window.first_seen(num_pages * self._page_size)
-        missing, parts = num_pages - first, list[_Part]()
+        missing, parts = num_pages - first, list[_NodePart]()
         for one in _path(node):
             if missing <= 0:
                 break
@@ -165,7 +165,7 @@ class PrefixWindows:
             pages = resident[max(0, len(resident) - wanted) :]
             slots = copies[len(copies) - wanted :][: wanted - len(pages)] if len(pages) < wanted else []
             assert len(pages) + len(slots) == wanted, "a prefix was found without its window"
-            parts.append(_Part(one, slots, pages))
+            parts.append(_NodePart(one, slots, pages))
             missing -= wanted
         parts.reverse()
         for part in parts:

@@ -55,7 +55,7 @@ class _Decodes:
 
 
 @dataclasses.dataclass
-class _Drafts:
+class _ChosenDrafts:
     """The tokens of each decode of a step with its draft; with a draft model, what it reads and how far it drafts."""
 
     lengths: list[int]
@@ -137,7 +137,7 @@ class Planner:
             greedy = greedy and (request.greedy or not chunk.sample)
         if not decodes.requests and not chunks and not drawing.draws:
             return None
-        drafts = _Drafts([1] * len(decodes.requests))
+        drafts = _ChosenDrafts([1] * len(decodes.requests))
         if self._speculation is not None and decodes.requests:
             self._plan_drafts(self._speculation, decodes, chunks, drafts)
         saves, loads = self._take_copies()
@@ -258,7 +258,7 @@ class Planner:
         return speculation.fill(ranks, [min(size - own, drawn - count) for own, count in zip(tokens, rows)])
 
     def _plan_drafts(
-        self, speculation: Speculation, decodes: _Decodes, chunks: Sequence[Chunk], drafts: _Drafts
+        self, speculation: Speculation, decodes: _Decodes, chunks: Sequence[Chunk], drafts: _ChosenDrafts
     ) -> None:
         """Choose the drafts of the decodes, and sort these by rank and length.
 

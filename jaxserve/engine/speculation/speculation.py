@@ -40,7 +40,7 @@ _UNLIKELY, _UNLIKELY_OF_A_MODEL = 1 / _LEVELS, 0.03
 _WORTH_LOGITS = 0.25
 
 
-class Drafting(Protocol):
+class DraftedRequest(Protocol):
     """A request with drafts: `acceptance` is the share of draft tokens that were accepted, None before the first."""
 
     acceptance: float | None
@@ -87,7 +87,7 @@ class Speculation:
             "accepted_by_position": tuple(self._accepted_by_position),
         }
 
-    def choose(self, ranks: Sequence[Sequence[Drafting]]) -> list[int] | None:
+    def choose(self, ranks: Sequence[Sequence[DraftedRequest]]) -> list[int] | None:
         """Return the length of drafts by level of acceptance, or None to verify none; `ranks` are the decodes of each.
 
         `level` tells the level of a request. All ranks run a program of the same size.
@@ -129,7 +129,7 @@ class Speculation:
                 break
         return best_lengths
 
-    def fill(self, ranks: Sequence[Sequence[Drafting]], room: Sequence[int]) -> list[int] | None:
+    def fill(self, ranks: Sequence[Sequence[DraftedRequest]], room: Sequence[int]) -> list[int] | None:
         """Return the lengths of drafts for a step with prompts that has room for `room[r]` more tokens of rank r."""
         if self._max_requests is not None and max(map(len, ranks)) > self._max_requests:
             return None
@@ -141,14 +141,14 @@ class Speculation:
         """Return how many tokens a draft model drafts for each request, if the longest draft to verify is as long."""
         return self._draft_steps[bisect.bisect_left(self._draft_steps, longest)]
 
-    def level(self, request: Drafting) -> int:
+    def level(self, request: DraftedRequest) -> int:
         """Return the level of a request's acceptance."""
         rate = request.acceptance
         if rate is None:
             rate = request.acceptance = self._new_acceptance
         return min(int(rate * _LEVELS), _LEVELS - 1)
 
-    def count(self, request: Drafting, proposed: int, accepted: int, *, verified: bool) -> None:
+    def count(self, request: DraftedRequest, proposed: int, accepted: int, *, verified: bool) -> None:
         """Count the draft of a committed chunk: `proposed` tokens were compared, and `accepted` of them the same."""
         if self._by_model and not verified:
             return
@@ -181,7 +181,7 @@ class Speculation:
     def _decode_key(self, rows: int) -> str:
         return f"decode-{self._capacity.bucket('decode', rows)}"
 
-    def _count_levels(self, requests: Sequence[Drafting]) -> list[int]:
+    def _count_levels(self, requests: Sequence[DraftedRequest]) -> list[int]:
         counts = [0] * _LEVELS
         for request in requests:
             counts[self.level(request)] += 1

@@ -12,7 +12,7 @@ from jaxserve.models.config import ModelConfig
 from jaxserve.models.read_fields import (
     FULL,
     SLIDING,
-    Sizes,
+    ConfigSizes,
     periodic_layer_types,
     read_experts,
     read_sizes,
@@ -150,7 +150,7 @@ def parse(fields: Fields) -> Config:
     )
 
 
-def _full_heads(fields: Fields, sizes: Sizes, windows: tuple[int | None, ...]) -> tuple[int, int]:
+def _full_heads(fields: Fields, sizes: ConfigSizes, windows: tuple[int | None, ...]) -> tuple[int, int]:
     """Return the KV heads of layers with full attention, and their size."""
     kv_heads, head_dim = sizes["num_kv_heads"], sizes["head_dim"]
     number = fields.integer("num_global_key_value_heads", HEADS, kv_heads)

@@ -41,7 +41,7 @@ _NO_REQUESTS = StepPlan(opens=[], chunks=[], closes=[], num_decodes=0, greedy=Tr
 
 
 @dataclasses.dataclass(frozen=True)
-class _Drawn:
+class _DrawsInFlight:
     """The draws before a step: the row of each in its rank, and its parameters."""
 
     rows: list[int]
@@ -60,7 +60,7 @@ class _InFlight:
     plan: StepPlan
     sampling: list[SamplingParams]
     output: StepOutput | None
-    drawn: _Drawn | None
+    drawn: _DrawsInFlight | None
 
 
 class DeviceExecutor:
@@ -230,7 +230,7 @@ class DeviceExecutor:
             self._commands.load(group, targets, sources)
         self._open(plan.opens)
 
-    def _draw(self, draws: list[Draw]) -> _Drawn:
+    def _draw(self, draws: list[Draw]) -> _DrawsInFlight:
         """Start the program that draws within grammars."""
         key, packed, rows = pack_draws(draws, self._capacity)
         output: DrawOutput = self._commands.run(key, packed)
@@ -239,7 +239,7 @@ class DeviceExecutor:
             output = dataclasses.replace(output, logprobs=None)
         for array in jax.tree.leaves(output):
             array.copy_to_host_async()
-        return _Drawn(rows, sampling, output)
+        return _DrawsInFlight(rows, sampling, output)
 
     def _draft(self, plan: StepPlan) -> None:
         """Run the programs of a draft model that precede the step."""

@@ -117,7 +117,7 @@ def _make(context: StepContext, capacity: Capacity, key: ProgramKey) -> RankFunc
     run = _draft if key.kind == "draft" else _read
 
     def draft(params: Any, state: DeviceState, packed: jax.Array) -> tuple[DeviceState, tuple[()]]:
-        return run(_Model(context, drafter, *params), state, packing.unpack(packed), key.size), ()
+        return run(_DraftingModel(context, drafter, *params), state, packing.unpack(packed), key.size), ()
 
     return draft
 
@@ -138,7 +138,7 @@ DRAFT_READ = ProgramKind(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Model:
+class _DraftingModel:
     """What drafts, with its weights, and the model that it drafts for, with its own."""
 
     context: StepContext
@@ -208,7 +208,7 @@ class _Model:
         return found
 
 
-def _read(model: _Model, state: DeviceState, fields: dict[str, Array], size: int) -> DeviceState:
+def _read(model: _DraftingModel, state: DeviceState, fields: dict[str, Array], size: int) -> DeviceState:
     """Compute tokens of sequences: row r begins `backs[r]` tokens before the last one, or with the first token.
 
     The host counts drafts in flight as accepted, so `backs` can exceed the length of a short sequence.
@@ -222,7 +222,7 @@ def _read(model: _Model, state: DeviceState, fields: dict[str, Array], size: int
     return _with_drafts(state, kv=kv)
 
 
-def _draft(model: _Model, state: DeviceState, fields: dict[str, Array], size: int) -> DeviceState:
+def _draft(model: _DraftingModel, state: DeviceState, fields: dict[str, Array], size: int) -> DeviceState:
     """Make drafts of `counts` tokens: rows with longer ones come first, so that those still drafting do."""
     drafts, context = state.drafts, model.context
     assert drafts is not None

@@ -16,7 +16,7 @@ _FUNCTION_NAME = "^[a-zA-Z0-9_./:-]{1,256}$"
 FunctionName = Annotated[str, Meta(pattern=_FUNCTION_NAME)]
 
 
-class Function(msgspec.Struct, forbid_unknown_fields=True):
+class ToolFunction(msgspec.Struct, forbid_unknown_fields=True):
     """A function that the model may call. `parameters` is the JSON schema of its arguments; without it, it has none.
 
     With `strict`, arguments always match the schema, whatever `tool_choice` is.
@@ -36,7 +36,7 @@ class Tool(msgspec.Struct, forbid_unknown_fields=True):
     """A tool; functions are the only type."""
 
     type: Literal["function"]
-    function: Function
+    function: ToolFunction
     cache_control: Any = None
     defer_loading: Any = None
 
@@ -94,7 +94,7 @@ def tool_use(tools: list[Tool] | None, choice: ToolChoice | None, *, several: bo
         if choice not in (None, "none", "auto"):
             raise InvalidRequestError("tool_choice asks for a call, but there are no tools", param="tool_choice")
         return None
-    by_name: dict[str, Function] = {}
+    by_name: dict[str, ToolFunction] = {}
     for number, tool in enumerate(tools):
         _check(tool.function, by_name.setdefault(tool.function.name, tool.function), f"tools[{number}].function")
     if choice == "none":
@@ -116,7 +116,7 @@ def tool_use(tools: list[Tool] | None, choice: ToolChoice | None, *, several: bo
     )
 
 
-def _check(function: Function, first: Function, where: str) -> None:
+def _check(function: ToolFunction, first: ToolFunction, where: str) -> None:
     """Raise `InvalidRequestError` for a function that can't be called, or one of an earlier one's name.
 
     `first` is the first function of this name: it may be there several times.
@@ -135,13 +135,13 @@ def _check(function: Function, first: Function, where: str) -> None:
         )
 
 
-def _shown(function: Function) -> dict[str, Any]:
+def _shown(function: ToolFunction) -> dict[str, Any]:
     """Return a tool for a template: the fields that were given, except `strict`, which the model need not know."""
     fields = {"name": function.name, "description": function.description, "parameters": function.parameters}
     return {"type": "function", "function": {name: value for name, value in fields.items() if value is not None}}
 
 
-def _schema(function: Function) -> dict[str, Any]:
+def _schema(function: ToolFunction) -> dict[str, Any]:
     if function.parameters is None:
         return {"type": "object", "properties": {}, "additionalProperties": False}
     return {"type": "object"} | function.parameters

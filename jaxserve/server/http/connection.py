@@ -27,7 +27,7 @@ class _RefusedError(Exception):
     """Stops the parsing of the received data."""
 
 
-class _Parser(httptools.HttpRequestParser):
+class _RequestParser(httptools.HttpRequestParser):
     """Goes on with a request that offers an upgrade, whose body httptools doesn't read."""
 
     def __init__(self, connection: HttpConnection) -> None:
@@ -47,7 +47,7 @@ class HttpConnection(HttpToolsProtocol):
 
     def __init__(self, limits: ServerConfig, **uvicorn_arguments: Any) -> None:
         super().__init__(**uvicorn_arguments)
-        self.parser = _Parser(self)
+        self.parser = _RequestParser(self)
         self._repeats_head = False
         self.timeout_keep_alive = limits.keep_alive_timeout  # type: ignore[assignment]
         self._max_header_bytes = limits.max_header_bytes
@@ -100,7 +100,7 @@ class HttpConnection(HttpToolsProtocol):
 
         Another parser gets a head without the offer and with the same length or chunks.
         """
-        self.parser = _Parser(self)
+        self.parser = _RequestParser(self)
         framing = [item for item in self.headers if item[0] in (b"content-length", b"transfer-encoding")]
         self._repeats_head = True
         self.parser.feed_data(b"POST / HTTP/1.1\r\n" + b"".join(b"%s: %s\r\n" % item for item in framing) + b"\r\n")

@@ -86,7 +86,7 @@ def _samplings(loaded: LoadedModel, request: CompletionRequest, prompts: list[li
 
 
 @dataclass
-class _Logprobs:
+class _EchoedChoice:
     """The echoed prompt of a choice, and what its log probabilities wait for."""
 
     echoed: str
@@ -115,7 +115,7 @@ class _CompletionShape(OpenAIShape):
         super().__init__(state, loaded, request, id, num_choices, logprobs=request.logprobs is not None)
         self._request = request
         per_prompt = num_choices // len(echoed)
-        self._waiting = [_Logprobs(*echoed[index // per_prompt]) for index in range(num_choices)]
+        self._waiting = [_EchoedChoice(*echoed[index // per_prompt]) for index in range(num_choices)]
 
     def event(self, choice: ResponseChoice, delta: OutputDelta, parts: Sequence[AnswerPart]) -> bytes:
         """Return a chunk, or nothing."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxserve.text.answers.reader import Format, Parser, Part
+from jaxserve.text.answers.reader import AnswerParser, Format, Part
 
 
 class Answer:
     """Takes an answer apart by several formats, each of which reads what is content to the one before."""
 
     def __init__(self, formats: Sequence[Format]) -> None:
-        self._parsers = [Parser(format) for format in formats]
+        self._parsers = [AnswerParser(format) for format in formats]
 
     @property
     def reasoning_end(self) -> int:

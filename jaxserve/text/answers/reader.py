@@ -186,7 +186,7 @@ class Reader:
         self._num_read += count
 
 
-class Parser:
+class AnswerParser:
     """Takes one answer apart by a format. Push its text in pieces of any size, of which one is the last."""
 
     def __init__(self, format: Format) -> None:

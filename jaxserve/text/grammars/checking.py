@@ -165,13 +165,13 @@ def _main() -> None:
     """Run the child: read a vocabulary, then check grammars until the input ends."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # service managers signal every process; the server still drains
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    from jaxserve.text.grammars.trials import Trial  # llguidance is loaded in the child only
+    from jaxserve.text.grammars.trials import GrammarTester  # llguidance is loaded in the child only
 
     requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     with contextlib.suppress(EOFError):
         tokens, cpu_seconds = pickle.loads(_FRAMES.read(requests.read)[1])
         assert isinstance(tokens, Tokens)
-        trial = Trial(tokens)
+        trial = GrammarTester(tokens)
         host.limit_memory(MEMORY_BYTES)
         while True:
             grammar = _FRAMES.read(requests.read)[1].decode(errors="surrogatepass")

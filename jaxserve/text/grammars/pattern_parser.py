@@ -45,7 +45,7 @@ def whole(pattern: str) -> Node:
 
     Raises `ValueError` that says what isn't supported.
     """
-    return Choice(tuple(node for _, node, _ in without_anchors(_Parser(pattern, python=True).parse())))
+    return Choice(tuple(node for _, node, _ in without_anchors(_PatternParser(pattern, python=True).parse())))
 
 
 def found_in(pattern: str) -> Node:
@@ -54,13 +54,13 @@ def found_in(pattern: str) -> Node:
     Raises `ValueError` that says what isn't supported.
     """
     options: list[Node] = []
-    for at_start, node, at_end in without_anchors(_Parser(pattern, python=False).parse()):
+    for at_start, node, at_end in without_anchors(_PatternParser(pattern, python=False).parse()):
         before: tuple[Node, ...] = () if at_start else (ANY_TEXT,)
         options.append(Sequence((*before, node, *(() if at_end else (ANY_TEXT,)))))
     return options[0] if len(options) == 1 else Choice(tuple(options))
 
 
-class _Parser:
+class _PatternParser:
     """Reads one pattern. In `python`, `\\w` and `\\d` are Python's, and flags are allowed."""
 
     def __init__(self, pattern: str, *, python: bool) -> None:

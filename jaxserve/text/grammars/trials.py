@@ -20,7 +20,7 @@ _MAX_DRAWN = 40
 _ENDINGS = (b'"', b"]", b"}", b",", b":")
 
 
-class Trial:
+class GrammarTester:
     """Tries grammars for one vocabulary."""
 
     def __init__(self, tokens: Tokens) -> None:

@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Int32, Shaped
 
 from pallas_kernels.grouped_matmul.gate import Gate
-from pallas_kernels.grouped_matmul.mosaic_gpu.plan import Plan
+from pallas_kernels.grouped_matmul.mosaic_gpu.plan import GroupedPlan
 from pallas_kernels.quantized_matmul.mosaic_gpu.products import (
     ACCUMULATOR,
     COLUMNS,
@@ -38,7 +38,7 @@ _ALIGNED = 32
 _SWIZZLED_BYTES = 128
 
 
-class _Tile(NamedTuple):
+class _ExpertTile(NamedTuple):
     """The first of the rows of a tile and how many there are, its number among the tiles of outputs of its expert, and
     how many tiles the program has taken before."""
 
@@ -57,7 +57,7 @@ class MosaicGpuGroupedMatmul:
     are summed in the registers of the tensor cores, and then scaled.
     """
 
-    plan: Plan
+    plan: GroupedPlan
     group: int
     unpacking: Unpacking | None
     in_place: bool
@@ -129,7 +129,7 @@ class MosaicGpuGroupedMatmul:
                     expert, first, _ = lax.while_loop(passed, step, (expert, first, first + tiles_of(expert, count)))
                 return expert, first
 
-            def for_each_tile(take: Callable[[_Tile], None]) -> jax.Array:
+            def for_each_tile(take: Callable[[_ExpertTile], None]) -> jax.Array:
                 """Take the program's tiles, and return their number."""
 
                 def step(state: Any) -> Any:
@@ -138,7 +138,7 @@ class MosaicGpuGroupedMatmul:
                     count = row_tiles(expert)
                     output = lax.div(number - first, count)
                     row = start_of(expert) + (number - first - output * count) * tokens
-                    take(_Tile(expert, row, jnp.minimum(start_of(expert + 1) - row, tokens), output, before))
+                    take(_ExpertTile(expert, row, jnp.minimum(start_of(expert + 1) - row, tokens), output, before))
                     number = number + plan.programs
                     return before + 1, number, *seek(number, expert, first)
 
@@ -146,7 +146,7 @@ class MosaicGpuGroupedMatmul:
                 state = nothing, program, *seek(program, nothing, nothing)
                 return lax.while_loop(lambda state: state[2] < experts, step, state)[0]
 
-            def load(tile: _Tile) -> None:
+            def load(tile: _ExpertTile) -> None:
                 def load_block(block: jax.Array, carry: tuple[()]) -> tuple[()]:
                     position = tile.before * blocks + block
                     slot = lax.rem(position, jnp.int32(stages))
@@ -214,7 +214,7 @@ class MosaicGpuGroupedMatmul:
             matrix = lax.div(warpgroup, jnp.int32(pairs))
             pair = warpgroup - matrix * pairs
 
-            def multiply(tile: _Tile) -> None:
+            def multiply(tile: _ExpertTile) -> None:
                 result = tile.output * own + pair * TILE_ROWS
                 first = tile.expert * outputs + matrix * results + result
                 # The last tile of outputs may have less of them; what belongs to others is left out at the end.
@@ -267,7 +267,7 @@ class MosaicGpuGroupedMatmul:
                     plgpu.barrier_arrive(ups_read.at[pair])
                     pl.when(result < results)(lambda: write(gate.join(total, up), tile, pair, result))
 
-            def write(total: jax.Array, tile: _Tile, pair: jax.Array, result: jax.Array) -> None:
+            def write(total: jax.Array, tile: _ExpertTile, pair: jax.Array, result: jax.Array) -> None:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 if self.interpret:
                     whole[pair] = total.astype(out_dtype).T

@@ -19,7 +19,7 @@ _SHARED_BYTES = 216 * 1024
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class GroupedPlan:
     """A tile has `tokens` rows of one expert, and 64 outputs for each of `warpgroups`: with a gate, half of these are
     rows of its matrix, half of the up matrix. It is read in `blocks` of `block` inputs; `stages` of them are in flight.
 
@@ -46,7 +46,7 @@ def make_plan(
     in_place: bool,
     gated: bool,
     out_bytes: int,
-) -> Plan:
+) -> GroupedPlan:
     """Return the plan of a product whose rows have `results` numbers of `out_bytes`.
 
     `rows` are the number that probably have a pair, and the number that may have one.
@@ -77,7 +77,7 @@ def make_plan(
     outputs = warpgroups * TILE_ROWS
     # Whole sums on their way out, and with a gate the sums of up.
     written = tokens * outputs * (2 + out_bytes // 2 if gated else out_bytes)
-    return Plan(
+    return GroupedPlan(
         tokens=tokens,
         warpgroups=warpgroups,
         block=block,

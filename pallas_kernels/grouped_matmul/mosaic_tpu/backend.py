@@ -14,11 +14,11 @@ from jaxtyping import Array, Float, Float32, Shaped
 from pallas_kernels.dispatch import Backend
 from pallas_kernels.grouped_matmul.epilogue import Epilogue
 from pallas_kernels.grouped_matmul.groups import Groups
-from pallas_kernels.grouped_matmul.mosaic_tpu.kernel import Operands, product
+from pallas_kernels.grouped_matmul.mosaic_tpu.kernel import GroupedOperands, product
 from pallas_kernels.grouped_matmul.mosaic_tpu.work import work_list
 from pallas_kernels.quantized_matmul import QuantizedWeight, Scheme
 from pallas_kernels.quantized_matmul.mosaic_tpu import backend as quantized
-from pallas_kernels.quantized_matmul.mosaic_tpu.kernel import LANES, Tiles
+from pallas_kernels.quantized_matmul.mosaic_tpu.kernel import LANES, TileSizes
 from pallas_kernels.quantized_matmul.terms import TERMS, bfloat16_terms
 from pallas_kernels.target import KernelTarget
 
@@ -90,7 +90,7 @@ def _multiply(
         totals = None
         if weight.zero is not None:
             totals = x.astype(jnp.float32).reshape(len(x), weight.scale.shape[2], -1).sum(axis=2)
-        operands = Operands(
+        operands = GroupedOperands(
             numbers,
             by_group(weight.scale),
             () if weight.zero is None else by_group(weight.zero),
@@ -98,11 +98,11 @@ def _multiply(
             totals,
             bias,
         )
-        tiles = Tiles(rows, block_out, inputs, scheme.group or inputs, scheme.numbers == "int4")
+        tiles = TileSizes(rows, block_out, inputs, scheme.group or inputs, scheme.numbers == "int4")
     else:
         assert x.dtype == weight.dtype != jnp.float16, (x.dtype, weight.dtype)  # TPUs have no float16
-        operands = Operands(numbers, bias=bias)
-        tiles = Tiles(rows, block_out, inputs, inputs, packed=False)
+        operands = GroupedOperands(numbers, bias=bias)
+        tiles = TileSizes(rows, block_out, inputs, inputs, packed=False)
     work, limit = work_list(groups, rows), quantized.vmem_limit(backend.target)
     return product(x, operands, work, tiles, gate, out_dtype, vmem_limit=limit, interpret=backend.interpret)
 

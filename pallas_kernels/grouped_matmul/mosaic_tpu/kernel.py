@@ -19,12 +19,12 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Float32, Shaped
 
 from pallas_kernels.grouped_matmul.gate import Gate
-from pallas_kernels.grouped_matmul.mosaic_tpu.work import WorkList
-from pallas_kernels.quantized_matmul.mosaic_tpu.kernel import Ref, Tiles, arrange, sum_products
+from pallas_kernels.grouped_matmul.mosaic_tpu.work import ExpertWork
+from pallas_kernels.quantized_matmul.mosaic_tpu.kernel import Ref, TileSizes, arrange, sum_products
 
 
 @dataclasses.dataclass(frozen=True)
-class Operands:
+class GroupedOperands:
     """What rows are multiplied by; `parts` are 2 with a gate, otherwise 1.
 
     - `numbers`: the weights or their stored numbers, `[experts, parts, outputs, stored]`.
@@ -44,9 +44,9 @@ class Operands:
 
 def product(
     x: Float[Array, "rows in_dim"],
-    operands: Operands,
-    work: WorkList,
-    tiles: Tiles,
+    operands: GroupedOperands,
+    work: ExpertWork,
+    tiles: TileSizes,
     gate: Gate | None,
     out_dtype: Any,
     *,
@@ -124,7 +124,7 @@ def product(
     )(work.experts, work.tiles, work.count, work.starts, *(operand for operand, _ in given.values()))
 
 
-def _multiply(named: dict[str, Ref], work: Array, row_tiles: Ref, tiles: Tiles) -> None:
+def _multiply(named: dict[str, Ref], work: Array, row_tiles: Ref, tiles: TileSizes) -> None:
     """Write the products of a tile of rows and each part of the weight into the sums."""
     x, numbers, sums = named["x"], named["numbers"], named["sums"]
     if "scales" not in named:

@@ -13,7 +13,7 @@ from pallas_kernels.grouped_matmul.groups import Groups
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class WorkList:
+class ExpertWork:
     """Pairs of an expert and a tile of rows, in the order of rows.
 
     The first `count` entries, int32 `[1]`, are pairs; the others repeat the last pair, so that nothing is copied for
@@ -26,7 +26,7 @@ class WorkList:
     starts: Int32[Array, " experts_plus_1"]
 
 
-def work_list(groups: Groups, block_rows: int) -> WorkList:
+def work_list(groups: Groups, block_rows: int) -> ExpertWork:
     """Return the pairs of experts and tiles of `block_rows` rows of which the expert has some."""
     first, stop = groups.starts[:-1], groups.starts[1:]
     first_tile = first // block_rows
@@ -39,4 +39,4 @@ def work_list(groups: Groups, block_rows: int) -> WorkList:
     experts = jnp.minimum(passed, groups.num_experts - 1)
     tile = first_tile[experts] + work - (ends - tiles)[experts]
     is_pair = ends[-1] > 0
-    return WorkList(jnp.where(is_pair, experts, 0), jnp.where(is_pair, tile, 0), ends[-1:], groups.starts)
+    return ExpertWork(jnp.where(is_pair, experts, 0), jnp.where(is_pair, tile, 0), ends[-1:], groups.starts)

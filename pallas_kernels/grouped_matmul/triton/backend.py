@@ -17,8 +17,7 @@ from jaxtyping import Array, Float, Float32, Shaped
 from pallas_kernels.dispatch import Backend
 from pallas_kernels.grouped_matmul.epilogue import Epilogue
 from pallas_kernels.grouped_matmul.groups import Groups
-from pallas_kernels.grouped_matmul.triton.kernel import Blocks, grouped_product
-from pallas_kernels.grouped_matmul.triton.kernel import Experts as ExpertsRefs
+from pallas_kernels.grouped_matmul.triton.kernel import ExpertOperands, GroupedBlocks, grouped_product
 from pallas_kernels.grouped_matmul.tuning import Experts, tuned_blocks
 from pallas_kernels.quantized_matmul import QuantizedWeight, Scheme
 from pallas_kernels.quantized_matmul.triton import backend as products
@@ -73,7 +72,7 @@ def multiply(
         blocks = dataclasses.replace(blocks, block_rows=min(blocks.block_rows, _MOST_ROWS_IN_32_BITS))
     return grouped_product(
         operands,
-        ExpertsRefs(groups.starts, groups.tokens if of_tokens else None, bias),
+        ExpertOperands(groups.starts, groups.tokens if of_tokens else None, bias),
         words,
         gate,
         groups.num_rows,
@@ -119,10 +118,10 @@ def _quantized(
     return Operands(x, numbers, scale, zero, None if factors is None else factors.T, totals), words
 
 
-def blocks_for(rows: int, experts: Experts, target: KernelTarget) -> Blocks:
+def blocks_for(rows: int, experts: Experts, target: KernelTarget) -> GroupedBlocks:
     """Return tuned block sizes or those of the rule."""
     sizes = tuned_blocks(target, "triton", rows, experts) or _sizes(rows, experts, target.cores or _CORES)
-    return Blocks(**{"block_rows": _small_rows(rows, experts), **sizes})
+    return GroupedBlocks(**{"block_rows": _small_rows(rows, experts), **sizes})
 
 
 def _sizes(rows: int, experts: Experts, cores: int) -> dict[str, int]:

@@ -25,7 +25,7 @@ from pallas_kernels.quantized_matmul.triton.words import Words
 
 
 @dataclasses.dataclass(frozen=True)
-class Blocks:
+class GroupedBlocks:
     """The sizes of a tile, and how a program runs. With a gate, half of the outputs are those of gate, half of up."""
 
     block_out: int
@@ -34,7 +34,7 @@ class Blocks:
     num_stages: int
 
 
-class Experts(NamedTuple):
+class ExpertOperands(NamedTuple):
     """What the kernel reads besides operands: `starts` `[experts + 1]`, `tokens` `[rows]`, `bias` `[experts, out]`.
 
     In `Operands`, outputs of all experts are one dimension. With `tokens`, rows of `x`, `factors` and `totals` are
@@ -53,11 +53,11 @@ def most_tiles(rows: int, experts: int, block_rows: int) -> int:
 
 def grouped_product(
     operands: Operands,
-    experts: Experts,
+    experts: ExpertOperands,
     words: Words,
     gate: Gate | None,
     rows: int,
-    blocks: Blocks,
+    blocks: GroupedBlocks,
     out_dtype: Any,
     *,
     interpret: bool,
@@ -76,7 +76,9 @@ def grouped_product(
     )(operands, experts)
 
 
-def _kernel(of: Operands, experts: Experts, out: Ref, *, words: Words, gate: Gate | None, blocks: Blocks) -> None:
+def _kernel(
+    of: Operands, experts: ExpertOperands, out: Ref, *, words: Words, gate: Gate | None, blocks: GroupedBlocks
+) -> None:
     expert, m, end = _find_tile(experts.starts, pl.program_id(0), blocks.block_rows)
     width, halves = out.shape[1], 2 if gate else 1
     block = blocks.block_out // halves

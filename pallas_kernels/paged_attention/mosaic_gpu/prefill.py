@@ -44,7 +44,7 @@ from pallas_kernels.paged_attention.mosaic_gpu.parts import (
 )
 
 
-class _Tiles(NamedTuple):
+class _QueryTiles(NamedTuple):
     """The padded work list, and the indices between tokens and packed rows.
 
     Each tile has its `row` of the batch, the `start` and number (`rows`, 0 in padding) of its packed queries, and the
@@ -96,7 +96,7 @@ def _tokens_a_tile(group: int, tile_rows: int) -> int:
     return tile_rows // group // step * step
 
 
-def _tiles(tokens: int, group: int, tile_rows: int, rows: Rows) -> _Tiles:
+def _tiles(tokens: int, group: int, tile_rows: int, rows: Rows) -> _QueryTiles:
     per_tile = _tokens_a_tile(group, tile_rows)
     query_starts, kv_lens = rows.query_starts, rows.kv_lens
     num_rows = kv_lens.shape[0]
@@ -129,7 +129,7 @@ def _tiles(tokens: int, group: int, tile_rows: int, rows: Rows) -> _Tiles:
     token = jnp.arange(tokens, dtype=jnp.int32)
     token_row = row_of(query_starts[1:], token)
     within = jnp.clip(token - query_starts[token_row], 0, jnp.maximum(query_lens[token_row] - 1, 0))
-    return _Tiles(
+    return _QueryTiles(
         row=row,
         start=packed_starts[row] + offset * group,
         rows=jnp.where(live, jnp.minimum(query_lens[row] - offset, per_tile) * group, 0),
@@ -143,7 +143,7 @@ def _tiles(tokens: int, group: int, tile_rows: int, rows: Rows) -> _Tiles:
 
 def _attend_tiles(
     q: Float[Array, "kv_heads packed_rows head_dim"],
-    tiles: _Tiles,
+    tiles: _QueryTiles,
     kv: PagedKV,
     layer: int | Int[Array, ""],
     of_rows: Rows,

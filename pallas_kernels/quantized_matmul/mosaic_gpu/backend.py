@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Float32, Shaped
 from pallas_kernels.dispatch import Backend
 from pallas_kernels.quantized_matmul.layout import QuantizedWeight
 from pallas_kernels.quantized_matmul.mosaic_gpu.kernel import MosaicGpuMatmul
-from pallas_kernels.quantized_matmul.mosaic_gpu.plan import BLOCK, Plan, make_plan, rule_sizes
+from pallas_kernels.quantized_matmul.mosaic_gpu.plan import BLOCK, ProductPlan, make_plan, rule_sizes
 from pallas_kernels.quantized_matmul.mosaic_gpu.unpack import TILE_ROWS, Unpacking
 from pallas_kernels.quantized_matmul.scheme import Scheme
 from pallas_kernels.quantized_matmul.terms import TERMS, bfloat16_terms
@@ -106,7 +106,7 @@ def candidates(kind: Kind) -> list[dict[str, int]]:
     return [{"tokens": tokens, "warpgroups": n, "cluster": cluster} for tokens, n, cluster in tiles]
 
 
-def _sum_parts(out: Float[Array, "parts tokens out_dim"], plan: Plan) -> Float[Array, "tokens out_dim"]:
+def _sum_parts(out: Float[Array, "parts tokens out_dim"], plan: ProductPlan) -> Float[Array, "tokens out_dim"]:
     """Add the parts of each tile; what a tile has no part for was never written."""
     if plan.parts == 1:
         return out[0]

@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Shaped
 
-from pallas_kernels.quantized_matmul.mosaic_gpu.plan import BLOCK, Plan
+from pallas_kernels.quantized_matmul.mosaic_gpu.plan import BLOCK, ProductPlan
 from pallas_kernels.quantized_matmul.mosaic_gpu.products import ROWS, Products, scalars
 from pallas_kernels.quantized_matmul.mosaic_gpu.unpack import TILE_ROWS, Unpacking
 
@@ -34,7 +34,7 @@ class MosaicGpuMatmul:
     `group` neighbouring inputs of an output share a scale.
     """
 
-    plan: Plan
+    plan: ProductPlan
     group: int
     unpacking: Unpacking | None
     interpret: bool

@@ -24,7 +24,7 @@ _ROUNDED_BYTES = 2
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class ProductPlan:
     """Tiles of `outputs` and `tokens`, each of `blocks` blocks of inputs, divided evenly among `cores`.
 
     Blocks are numbered tile by tile, and tiles of the same outputs follow each other. Each core takes the blocks that
@@ -98,14 +98,14 @@ def rule_sizes(out_dim: int, rows: int, scheme: Scheme) -> dict[str, int]:
     return {"tokens": tokens, "warpgroups": warpgroups, "cluster": cluster, "stages": _MOST_STAGES}
 
 
-def make_plan(out_dim: int, in_dim: int, rows: int, cores: int, scheme: Scheme, sizes: dict[str, int]) -> Plan:
+def make_plan(out_dim: int, in_dim: int, rows: int, cores: int, scheme: Scheme, sizes: dict[str, int]) -> ProductPlan:
     """Return the plan of a product with block sizes, of which `stages` are only as many as shared memory holds.
 
     Tiles stay whole where dividing them would move more bytes.
     """
     tokens, cluster, outputs = sizes["tokens"], sizes["cluster"], sizes["warpgroups"] * TILE_ROWS
     room = _SHARED_BYTES - _ROUNDED_BYTES * outputs * tokens
-    divided = Plan(
+    divided = ProductPlan(
         outputs=outputs * cluster,
         tokens=tokens,
         blocks=in_dim // BLOCK,
@@ -121,7 +121,7 @@ def make_plan(out_dim: int, in_dim: int, rows: int, cores: int, scheme: Scheme, 
     return min(whole, divided, key=lambda plan: _core_bytes(plan, scheme))
 
 
-def _core_bytes(plan: Plan, scheme: Scheme) -> float:
+def _core_bytes(plan: ProductPlan, scheme: Scheme) -> float:
     """Return what the busiest core reads, and its share of what is written and read again to add parts."""
     units = plan.tiles if plan.whole else plan.tiles * plan.blocks
     blocks = -(-units // plan.cores) * (plan.blocks if plan.whole else 1)

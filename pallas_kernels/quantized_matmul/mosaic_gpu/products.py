@@ -30,7 +30,7 @@ SCALARS = plgpu.Layout._WGMMA_ACC_32BIT
 _COPIED_WORDS = 16
 
 
-class Operands(NamedTuple):
+class StagedOperands(NamedTuple):
     """What is multiplied, in shared memory; or the scratch types of that.
 
     `x`: `[stages, block / chunk, tokens, chunk]`, `numbers`: `[stages, copies, outputs, copied]`. The interpreter,
@@ -88,11 +88,11 @@ class Products:
         swizzle = plgpu.find_swizzle(math.gcd(shape[-1], min(self.unit, 128 // size)) * size * 8)
         return plgpu.SMEM(shape, dtype, transforms=(_TilingTransform((8, swizzle // size)), _SwizzleTransform(swizzle)))
 
-    def operands(self, stages: int, warpgroups: int, x_dtype: Any, stored: Any) -> Operands:
+    def operands(self, stages: int, warpgroups: int, x_dtype: Any, stored: Any) -> StagedOperands:
         """Return the scratch types of the operands of a program's warpgroups."""
         numbers = stages, self.copies, warpgroups * TILE_ROWS, self.copied
         keeps = self.unpacking and self.interpret
-        return Operands(
+        return StagedOperands(
             self.smem(stages, self.block // self.chunk, self.tokens, self.chunk, dtype=x_dtype),
             plgpu.SMEM(numbers, stored) if self.unpacking else self.smem(*numbers, dtype=stored),
             self.smem(warpgroups, TILE_ROWS, self.unit, dtype=x_dtype) if keeps else None,
@@ -101,7 +101,7 @@ class Products:
     def multiply(
         self,
         acc: Any,
-        operands: Operands,
+        operands: StagedOperands,
         slot: jax.Array,
         warpgroup: jax.Array,
         inputs: tuple[int, int],
@@ -124,7 +124,7 @@ class Products:
                 plgpu.wgmma(acc, part, some)
 
     def _operand(
-        self, operands: Operands, slot: jax.Array, warpgroup: jax.Array, unit: int, constant: Any, zero: Any
+        self, operands: StagedOperands, slot: jax.Array, warpgroup: jax.Array, unit: int, constant: Any, zero: Any
     ) -> Any:
         some = pl.ds(warpgroup * TILE_ROWS, TILE_ROWS)
         if self.unpacking is None:
@@ -143,7 +143,7 @@ class Products:
     def add_scaled(
         self,
         total: jax.Array,
-        operands: Operands,
+        operands: StagedOperands,
         slot: jax.Array,
         warpgroup: jax.Array,
         constant: Any,

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Float32, Shaped
 
 from pallas_kernels.dispatch import Backend
 from pallas_kernels.quantized_matmul.layout import QuantizedWeight
-from pallas_kernels.quantized_matmul.mosaic_tpu.kernel import LANES, Tiles, product
+from pallas_kernels.quantized_matmul.mosaic_tpu.kernel import LANES, TileSizes, product
 from pallas_kernels.quantized_matmul.scheme import Scheme
 from pallas_kernels.quantized_matmul.terms import TERMS, bfloat16_terms
 from pallas_kernels.quantized_matmul.tuning import tuned_blocks
@@ -72,7 +72,7 @@ def multiply(
         numbers,
         scale,
         offsets,
-        Tiles(block_rows, sizes["block_out"], inputs, scheme.group or inputs, packed),
+        TileSizes(block_rows, sizes["block_out"], inputs, scheme.group or inputs, packed),
         out_dtype if terms == 1 else jnp.float32,
         vmem_limit=vmem_limit(backend.target),
         interpret=backend.interpret,

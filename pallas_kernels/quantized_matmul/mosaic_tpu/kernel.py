@@ -26,7 +26,7 @@ Ref = Any
 
 
 @dataclasses.dataclass(frozen=True)
-class Tiles:
+class TileSizes:
     """The static facts of a call. `group` is the number of inputs that share a scale, `packed` whether two a byte."""
 
     block_rows: int
@@ -45,7 +45,7 @@ def product(
     numbers: Shaped[Array, "out stored"],
     scale: Float[Array, "groups out"],
     offsets: tuple[Shaped[Array, "groups out"], Float32[Array, "rows groups"]] | None,
-    tiles: Tiles,
+    tiles: TileSizes,
     out_dtype: Any,
     *,
     vmem_limit: int,
@@ -102,7 +102,7 @@ def arrange(x: Ref, arranged: Ref) -> None:
 
 
 def sum_products(
-    x: Ref, numbers: Ref, scale: Ref, offsets: Sequence[Ref], scales: Ref, sums: Ref, tiles: Tiles
+    x: Ref, numbers: Ref, scale: Ref, offsets: Sequence[Ref], scales: Ref, sums: Ref, tiles: TileSizes
 ) -> None:
     """Write the products of a tile into `sums`; `offsets` are zeros and the sums of inputs, `scales` is for our use."""
     # A single row of a type of 16 bits can't be read at an index.
@@ -170,7 +170,7 @@ def _every_byte(byte: int) -> int:
     return int.from_bytes(bytes([byte] * 4), "little", signed=True)
 
 
-def _by_group(rows: BFloat16[Array, "rows lanes"], tiles: Tiles) -> BFloat16[Array, "rows_by_group lanes"]:
+def _by_group(rows: BFloat16[Array, "rows lanes"], tiles: TileSizes) -> BFloat16[Array, "rows_by_group lanes"]:
     """Return the rows once for each group of the lanes, with zeros in the lanes of others."""
     groups = tiles.groups_of(rows.shape[1])
     if groups == 1:

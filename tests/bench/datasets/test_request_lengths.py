@@ -2,14 +2,14 @@ from __future__ import annotations
 
 import pytest
 
-from jaxserve.bench.datasets.prompts import BenchConversation, Content, Prompt, single_prompt
+from jaxserve.bench.datasets.prompts import BenchConversation, Content, DatasetPrompt, single_prompt
 from jaxserve.bench.datasets.request_lengths import check_context, request_lengths
 from jaxserve.bench.datasets.vocabulary import Vocabulary
 from jaxserve.errors import ConfigError
 from tests.bench.word_tokenizer import word_tokenizer
 
 TOKENIZER = word_tokenizer()
-TURNS = BenchConversation((Prompt(" baba cece", None, 3), Prompt(" didi", None, 3)), system=" fofo")
+TURNS = BenchConversation((DatasetPrompt(" baba cece", None, 3), DatasetPrompt(" didi", None, 3)), system=" fofo")
 PARTS = [{"role": "system", "content": " baba"}, {"role": "user", "content": [{"type": "text", "text": " cece didi"}]}]
 
 

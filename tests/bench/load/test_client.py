@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from jaxserve.bench.datasets.prompts import Prompt
+from jaxserve.bench.datasets.prompts import DatasetPrompt
 from jaxserve.bench.load.client import LoadClient
 from jaxserve.bench.load.http_client import BrokenResponseError, ConnectionPool
 from jaxserve.bench.load.records import RequestRecord
@@ -17,7 +17,7 @@ from tests.bench.conftest import Harness
 
 async def ask(client: LoadClient, name: str = "a", tokens: int = 5) -> RequestRecord:
     record = RequestRecord(name, tokens, None)
-    await client.send(record, Prompt("hello", None, tokens), [], None)
+    await client.send(record, DatasetPrompt("hello", None, tokens), [], None)
     return record
 
 
@@ -139,7 +139,7 @@ async def test_a_failure_does_not_affect_later_requests(harness: Harness) -> Non
 
 async def test_a_cancelled_request_is_unfinished(harness: Harness) -> None:
     record = RequestRecord("a", 100, None)
-    task = asyncio.create_task(harness.client(itl=0.01).send(record, Prompt("hello", None, 100), [], None))
+    task = asyncio.create_task(harness.client(itl=0.01).send(record, DatasetPrompt("hello", None, 100), [], None))
     while len(record.token_times) < 3:
         await asyncio.sleep(0)
     task.cancel()

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from jaxserve.bench.datasets.prompts import BenchConversation, Prompt, single_prompt
+from jaxserve.bench.datasets.prompts import BenchConversation, DatasetPrompt, single_prompt
 from jaxserve.bench.load.run_load import LoadRun, count_answer_tokens
 from tests.bench.conftest import Harness
 
@@ -54,7 +54,9 @@ async def test_each_request_has_its_own_seed_if_requested(harness: Harness) -> N
 
 @pytest.mark.parametrize("chat", [True, False])
 async def test_a_turn_is_sent_with_the_turns_before_it(harness: Harness, chat: bool) -> None:
-    conversation = BenchConversation((Prompt("first", None, 2), Prompt("second", None, 1)), system="be brief")
+    conversation = BenchConversation(
+        (DatasetPrompt("first", None, 2), DatasetPrompt("second", None, 1)), system="be brief"
+    )
     run = await LoadRun(harness.client(chat=chat), [conversation], [0.0]).run(asyncio.Event())
     assert [record.status for record in run.records] == ["ok", "ok"]
     assert run.records[1].start >= run.records[0].end
@@ -71,7 +73,7 @@ async def test_a_turn_is_sent_with_the_turns_before_it(harness: Harness, chat: b
 
 
 async def test_turns_after_a_failure_are_not_sent(harness: Harness) -> None:
-    conversation = BenchConversation(tuple(Prompt("hi", None, 5) for _ in range(3)))
+    conversation = BenchConversation(tuple(DatasetPrompt("hi", None, 5) for _ in range(3)))
     run = await LoadRun(harness.client(fault="close"), [conversation], [0.0]).run(asyncio.Event())
     assert [record.status for record in run.records] == ["failed"] * 3
     assert run.records[2].error == "not sent: an earlier turn of its conversation failed"

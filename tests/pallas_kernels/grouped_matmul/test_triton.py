@@ -12,7 +12,7 @@ import pytest
 from pallas_kernels.expert_routing.reference import group_by_expert
 from pallas_kernels.grouped_matmul import BACKENDS, grouped_matmul
 from pallas_kernels.grouped_matmul.triton.backend import blocks_for, candidates
-from pallas_kernels.grouped_matmul.triton.kernel import Blocks, most_tiles
+from pallas_kernels.grouped_matmul.triton.kernel import GroupedBlocks, most_tiles
 from pallas_kernels.grouped_matmul.tuning import Experts
 from pallas_kernels.quantized_matmul import Backend, Scheme
 from pallas_kernels.target import CPU, KernelTarget
@@ -28,19 +28,19 @@ GGUF = Experts(128, 2 * 768, 2048, True, Scheme("int8", 32, zeros=True))
 @pytest.mark.parametrize(
     ("rows", "experts", "expected"),
     [
-        (8, QWEN_UP, Blocks(64, 16, 4, 4)),
-        (64, QWEN_UP, Blocks(128, 16, 4, 4)),
-        (2048, QWEN_UP, Blocks(128, 32, 4, 4)),
-        (8192, QWEN_UP, Blocks(128, 64, 8, 3)),
-        (16384, QWEN_UP, Blocks(128, 128, 8, 3)),
-        (2, MIXTRAL_DOWN, Blocks(32, 16, 4, 4)),
-        (128, MIXTRAL_DOWN, Blocks(64, 32, 4, 4)),
-        (16384, dataclasses.replace(QWEN_UP, scheme=Scheme("int4", 128)), Blocks(128, 64, 8, 3)),
-        (16384, GGUF, Blocks(128, 32, 8, 3)),
+        (8, QWEN_UP, GroupedBlocks(64, 16, 4, 4)),
+        (64, QWEN_UP, GroupedBlocks(128, 16, 4, 4)),
+        (2048, QWEN_UP, GroupedBlocks(128, 32, 4, 4)),
+        (8192, QWEN_UP, GroupedBlocks(128, 64, 8, 3)),
+        (16384, QWEN_UP, GroupedBlocks(128, 128, 8, 3)),
+        (2, MIXTRAL_DOWN, GroupedBlocks(32, 16, 4, 4)),
+        (128, MIXTRAL_DOWN, GroupedBlocks(64, 32, 4, 4)),
+        (16384, dataclasses.replace(QWEN_UP, scheme=Scheme("int4", 128)), GroupedBlocks(128, 64, 8, 3)),
+        (16384, GGUF, GroupedBlocks(128, 32, 8, 3)),
     ],
     ids=str,
 )
-def test_tiles_hold_the_rows_of_most_experts(rows: int, experts: Experts, expected: Blocks) -> None:
+def test_tiles_hold_the_rows_of_most_experts(rows: int, experts: Experts, expected: GroupedBlocks) -> None:
     assert blocks_for(rows, experts, A100) == expected
 
 

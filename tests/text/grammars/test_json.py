@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from jaxserve.api_types import StructuredOutputs
 from jaxserve.text.grammars.formats import grammar_of
 from jaxserve.text.grammars.json_grammar import LEFT_TO_CLIENT
-from jaxserve.text.grammars.trials import Trial
+from jaxserve.text.grammars.trials import GrammarTester
 from jaxserve.text.grammars.vocabulary import tokens_of
 from tests.selection import examples
 from tests.server.tiny import tiny_tokenizer
@@ -97,7 +97,7 @@ def larger(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 
 
 SCHEMAS = st.recursive(SCALARS, larger, max_leaves=6)
-TRIAL = Trial(tokens_of(tiny_tokenizer()))
+TRIAL = GrammarTester(tokens_of(tiny_tokenizer()))
 
 
 @settings(max_examples=examples(400, 100), deadline=None)

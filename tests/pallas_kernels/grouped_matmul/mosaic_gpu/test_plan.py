@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from pallas_kernels.grouped_matmul.mosaic_gpu.plan import Plan, make_plan
+from pallas_kernels.grouped_matmul.mosaic_gpu.plan import GroupedPlan, make_plan
 from pallas_kernels.quantized_matmul import Scheme
 
 INT4, MXFP4, FP8 = Scheme("int4", 128), Scheme("fp4", 32), Scheme("fp8", 128, activations="group")
 SHARED_MEMORY = 227 * 1024
 
 
-def plan_of(results: int, rows: int, scheme: Scheme | None = None, *, gated: bool = False, experts: int = 128) -> Plan:
+def plan_of(
+    results: int, rows: int, scheme: Scheme | None = None, *, gated: bool = False, experts: int = 128
+) -> GroupedPlan:
     in_place = scheme is None
     return make_plan(results, 2880, (rows, rows), experts, 132, scheme, in_place=in_place, gated=gated, out_bytes=2)
 

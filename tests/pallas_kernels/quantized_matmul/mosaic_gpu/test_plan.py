@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from pallas_kernels.quantized_matmul import Scheme
-from pallas_kernels.quantized_matmul.mosaic_gpu.plan import Plan, make_plan, rule_sizes
+from pallas_kernels.quantized_matmul.mosaic_gpu.plan import ProductPlan, make_plan, rule_sizes
 
 INT4, INT8, FP8 = Scheme("int4", 128), Scheme("int8", 32), Scheme("fp8", 128, activations="group")
 SHARED_MEMORY = 227 * 1024
 
 
-def plan_of(shape: tuple[int, int], rows: int, scheme: Scheme = INT4, cores: int = 132) -> Plan:
+def plan_of(shape: tuple[int, int], rows: int, scheme: Scheme = INT4, cores: int = 132) -> ProductPlan:
     return make_plan(*shape, rows, cores, scheme, rule_sizes(shape[0], rows, scheme))
 
 
