@@ -93,7 +93,11 @@ def build_engine(config: EngineConfig, nodes: ProcessGroup | None = None) -> tup
     timeline = Timeline()
     elsewhere = int if nodes is None else lambda: nodes.peer_compiles
     executor = DeviceExecutor(
-        *(calls, parts.deployment.capacity, timeline, parts.programs.substitute, elsewhere),
+        calls,
+        parts.deployment.capacity,
+        timeline,
+        parts.programs.substitute,
+        elsewhere,
         calculates_kv_scales=config.calculate_kv_scales,
         expert_tokens=_expert_tokens(parts.deployment),
     )
@@ -180,7 +184,11 @@ def _prepare(config: EngineConfig, nodes: ProcessGroup | None) -> _EngineParts:
     # Programs are not loaded behind in a mesh, whose processes must choose alike, nor for a GPU, which would pause.
     behind = nodes is None and device.platform == "cpu"
     params, state, programs, compiled = fill_devices(
-        *(deployment, mesh, weights, bundle, phases),
+        deployment,
+        mesh,
+        weights,
+        bundle,
+        phases,
         behind=behind,
         kv_scales=() if kv_scales is None else kv_scales.by_group,
     )

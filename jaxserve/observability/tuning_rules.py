@@ -268,18 +268,22 @@ def client_too_slow(samples: Sequence[Sample], settings: Settings) -> TuningAdvi
 
 
 RULES: tuple[AdviceRule, ...] = (
-    *(
-        engine_ended,
-        compiled_while_serving,
-        memory_short,
-        frequent_retractions,
-        too_conservative,
-        uneven_kv_groups,
-        slots_full,
-        long_queue,
-    ),
-    *(queue_beyond_lpm, no_shared_prefixes, memory_left_over, coarse_decode_programs, padded_decodes),
-    *(drafts_rejected, drafts_unused, client_too_slow),
+    engine_ended,
+    compiled_while_serving,
+    memory_short,
+    frequent_retractions,
+    too_conservative,
+    uneven_kv_groups,
+    slots_full,
+    long_queue,
+    queue_beyond_lpm,
+    no_shared_prefixes,
+    memory_left_over,
+    coarse_decode_programs,
+    padded_decodes,
+    drafts_rejected,
+    drafts_unused,
+    client_too_slow,
 )
 
 

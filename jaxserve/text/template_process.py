@@ -119,7 +119,8 @@ class TemplateProcess:
     async def _spawn(self) -> Process:
         process = await asyncio.create_subprocess_exec(
             sys.executable,
-            *("-m", "jaxserve.text.template_process"),
+            "-m",
+            "jaxserve.text.template_process",
             stdin=PIPE,
             stdout=PIPE,
             start_new_session=True,  # the server handles Ctrl-C in a terminal

@@ -31,7 +31,11 @@ def propose(
         ProposeByNgrams(lookup.shortest, lookup.longest),
         [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in written],
         *written,
-        *(index.namespaces, token_slots, positions, tokens, slots),
+        index.namespaces,
+        token_slots,
+        positions,
+        tokens,
+        slots,
         in_place={i: i for i in range(len(written))},
     )
     return NgramIndex(history, lengths, index.namespaces, own, shared), drafts, counts

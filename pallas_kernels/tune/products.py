@@ -19,9 +19,9 @@ from pallas_kernels.tuning import Kind
 
 # (outputs, inputs) of qkv, output, gate and up, down: Llama 8B, and one of four shards of a 70B.
 SHAPES = (
-    *((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)),
-    *((2560, 8192), (8192, 2048), (14336, 8192), (8192, 7168)),
-)
+    (6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336),
+    (2560, 8192), (8192, 2048), (14336, 8192), (8192, 7168),
+)  # fmt: skip
 SCHEMES = (
     Scheme("int4", 128, zeros=True),
     Scheme("int4", 128),

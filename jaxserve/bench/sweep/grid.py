@@ -35,10 +35,10 @@ _KEYS = ("base", "engine", "load", "repetitions", *_TIMES)
 _RESERVED = {
     "engine": ("host", "port", "api_key", "served_model_name"),
     "load": (
-        *("base_url", "host", "port", "model", "output_json", "output_file", "result_filename", "save_result"),
-        *("result_dir", "save_detailed", "api_key"),
+        "base_url", "host", "port", "model", "output_json", "output_file", "result_filename", "save_result",
+        "result_dir", "save_detailed", "api_key",
     ),
-}
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

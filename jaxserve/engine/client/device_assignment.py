@@ -39,7 +39,7 @@ async def find_devices(config: EngineConfig) -> Devices:
     if config.device == "cpu" or (config.device == "auto" and os.environ.get("JAX_PLATFORMS") == "cpu"):
         return _CPU
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", LIST_DEVICES_MODULE, config.device), stdout=asyncio.subprocess.PIPE
+        sys.executable, "-m", LIST_DEVICES_MODULE, config.device, stdout=asyncio.subprocess.PIPE
     )
     try:
         output, _ = await process.communicate()

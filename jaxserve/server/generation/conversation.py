@@ -43,10 +43,12 @@ async def prepare_answer(
     """
     tools = asked.tools
     prompt = await render_prompt(
-        *(state, loaded, asked.messages, asked.options, None if tools is None else tools.shown, asked.reasoning_effort)
+        state, loaded, asked.messages, asked.options, None if tools is None else tools.shown, asked.reasoning_effort
     )
     place = place_in_reasoning(
-        *(loaded.formats.thinking, prompt.text, text_of(asked.messages[-1])),
+        loaded.formats.thinking,
+        prompt.text,
+        text_of(asked.messages[-1]),
         continues=bool(asked.options.continue_final_message),
     )
     grammar = await _compile_grammar(state, loaded, tools, asked.form, place)
@@ -60,7 +62,9 @@ async def prepare_answer(
     )
     check_prompt(ids, loaded.engine.info, param="messages")
     plan = plan_answer(
-        *(loaded, tools, place),
+        loaded,
+        tools,
+        place,
         is_held=grammar != "",
         separates_reasoning=asked.separates_reasoning,
         shows_reasoning=asked.shows_reasoning,

@@ -58,7 +58,11 @@ async def chat_completions(state: ServerState, exchange: HttpExchange, request: 
     sampling = request.sampling(max_tokens=limit, logprobs=logprobs)
     response_id = request.response_id("chatcmpl", exchange.request_id)
     requests = engine_requests(
-        *(loaded, response_id, [ids], [sampling], [grammar]),
+        loaded,
+        response_id,
+        [ids],
+        [sampling],
+        [grammar],
         priority=request.priority,
         cache_salt=request.cache_salt,
     )

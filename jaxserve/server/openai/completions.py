@@ -29,7 +29,10 @@ async def completions(state: ServerState, exchange: HttpExchange, request: Compl
     loaded = state.require_loaded()
     request.check_supported()
     texts, prompts = await read_prompts(
-        *(state, loaded, request.prompt, request.n),
+        state,
+        loaded,
+        request.prompt,
+        request.n,
         add_special_tokens=request.add_special_tokens is not False,
         param="prompt",
     )
@@ -38,7 +41,11 @@ async def completions(state: ServerState, exchange: HttpExchange, request: Compl
     grammars = [await compile_grammar(state, loaded, structured_outputs(request))] * len(prompts)
     response_id = request.response_id("cmpl", exchange.request_id)
     requests = engine_requests(
-        *(loaded, response_id, prompts, samplings, grammars),
+        loaded,
+        response_id,
+        prompts,
+        samplings,
+        grammars,
         priority=request.priority,
         cache_salt=request.cache_salt,
     )

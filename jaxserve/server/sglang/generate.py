@@ -53,7 +53,11 @@ async def generate(state: ServerState, exchange: HttpExchange, request: Generate
     response_id = request.rid if isinstance(request.rid, str) else exchange.request_id
     prompt_rids = _prompt_rids(request, len(prompts))
     requests = engine_requests(
-        *(loaded, response_id, prompts, samplings, of_prompts),
+        loaded,
+        response_id,
+        prompts,
+        samplings,
+        of_prompts,
         priority=request.priority,
         cache_salt=request.cache_salt,
     )

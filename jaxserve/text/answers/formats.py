@@ -94,7 +94,7 @@ _DEEPSEEK = ("deepseekv3", "deepseek_v31")
 _PYTHON = ParameterText("", "=", "", ", ")
 _FUNCTION_STOPS = ("</parameter>", "<parameter=", "</function>")
 _HERMES = CallText(
-    *("", '<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", "\n", ""), marks=("<tool_call>",),
+    "", '<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", "\n", "", marks=("<tool_call>",),
     example="as a JSON object between two tags, for each call anew",
 )  # fmt: skip
 DEFAULT_CALLS = _json_calls(
@@ -105,33 +105,33 @@ DEFAULT_CALLS = _json_calls(
 _CALLS = (
     _CHANNEL_CALLS,
     CallFormat("minimax_m2", ("<minimax:tool_call>",), ("minimax",), functools.partial(markup, MINIMAX_M2), CallText(
-        *("<minimax:tool_call>\n", '<invoke name="', '">\n', "</invoke>\n", "", "</minimax:tool_call>"),
+        "<minimax:tool_call>\n", '<invoke name="', '">\n', "</invoke>\n", "", "</minimax:tool_call>",
         marks=MINIMAX_M2.begins,
         parameters=ParameterText('<parameter name="', '">', "</parameter>\n", stops=(
             "</parameter>", "<parameter name=", "</invoke>", "</minimax:tool_call>",
         )),
     )),
     CallFormat("seed_oss", ("<seed:tool_call>",), (), functools.partial(markup, SEED_OSS), CallText(
-        *("", "<seed:tool_call>\n<function=", ">\n", "</function>\n</seed:tool_call>", "\n", ""),
+        "", "<seed:tool_call>\n<function=", ">\n", "</function>\n</seed:tool_call>", "\n", "",
         marks=SEED_OSS.begins,
         parameters=ParameterText("<parameter=", ">", "</parameter>\n", stops=(*_FUNCTION_STOPS, "</seed:tool_call>")),
     )),
     CallFormat("glm45", ("<arg_key>",), _GLM, functools.partial(markup, GLM45), CallText(
-        *("", "<tool_call>", "\n", "</tool_call>", "\n", ""), marks=GLM45.begins,
+        "", "<tool_call>", "\n", "</tool_call>", "\n", "", marks=GLM45.begins,
         parameters=ParameterText(
             "<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n", stops=("</arg_value>", "</tool_call>")
         ),
     )),
     CallFormat("qwen3_coder", ("<function=",), _QWEN3_CODER, functools.partial(markup, QWEN3_CODER), CallText(
-        *("", "<tool_call>\n<function=", ">\n", "</function>\n</tool_call>", "\n", ""), marks=QWEN3_CODER.begins,
+        "", "<tool_call>\n<function=", ">\n", "</function>\n</tool_call>", "\n", "", marks=QWEN3_CODER.begins,
         parameters=ParameterText("<parameter=", ">\n", "\n</parameter>\n", stops=(*_FUNCTION_STOPS, "</tool_call>")),
     )),
     CallFormat("mistral", ("[TOOL_CALLS]",), (), lambda _: mistral, CALL_LIST._replace(
         opening="[TOOL_CALLS][", marks=("[TOOL_CALLS]",),
     ), short_ids=True),
     CallFormat("deepseek_v3", ("<｜tool▁call▁begin｜>",), (*_DEEPSEEK, "deepseekv31"), lambda _: deepseek_v3, CallText(
-        *("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>", "\n```json\n"),
-        *("\n```<｜tool▁call▁end｜>", "\n", "<｜tool▁calls▁end｜>"),
+        "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>", "\n```json\n",
+        "\n```<｜tool▁call▁end｜>", "\n", "<｜tool▁calls▁end｜>",
         marks=("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
     )),
     _json_calls("phi4_mini_json", "<|/tool_call|>", ("phi4_mini",), CALL_LIST._replace(
@@ -142,18 +142,18 @@ _CALLS = (
     ), "</tool_call>"),
     DEFAULT_CALLS,
     CallFormat("gemma4", (gemma4.BEGIN,), (), lambda _: gemma4.gemma4, CallText(
-        *("", f"{gemma4.BEGIN}call:", "{", f"}}{gemma4.END}", "", ""), marks=(gemma4.BEGIN,),
+        "", f"{gemma4.BEGIN}call:", "{", f"}}{gemma4.END}", "", "", marks=(gemma4.BEGIN,),
         parameters=ParameterText("", ":", "", ",", stops=(gemma4.QUOTE, gemma4.END), quote=gemma4.QUOTE),
     )),
     CallFormat("olmo3", ("<function_calls>",), (), lambda _: olmo3, CallText(
-        *("<function_calls>", "", "(", ")", "\n", "</function_calls>"), marks=("<function_calls>",),
+        "<function_calls>", "", "(", ")", "\n", "</function_calls>", marks=("<function_calls>",),
         parameters=_PYTHON,
     )),
     CallFormat("pythonic", ("<|python_start|>", "func_name1("), ("llama4_pythonic", "llama4"), pythonic, CallText(
-        *("[", "", "(", ")", ", ", "]"), answer=r"(<\|python_start\|>)?\s*\[", parameters=_PYTHON,
+        "[", "", "(", ")", ", ", "]", answer=r"(<\|python_start\|>)?\s*\[", parameters=_PYTHON,
     )),
     CallFormat("llama3_json", _LLAMA, ("llama3", "llama4_json"), bare_json, CallText(
-        *("", '{"name": "', '", "parameters": ', "}", "; ", ""), answer=r"(<\|python_tag\|>)?\s*[\[{]",
+        "", '{"name": "', '", "parameters": ', "}", "; ", "", answer=r"(<\|python_tag\|>)?\s*[\[{]",
     )),
 )  # fmt: skip
 _REASONING = (

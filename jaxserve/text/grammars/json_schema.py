@@ -40,9 +40,9 @@ _OF_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "mu
 _OF_TEXTS = ("minLength", "maxLength", "pattern", "format")
 _OF_LISTS = ("items", "prefixItems", "additionalItems", "minItems", "maxItems", "uniqueItems")
 _OF_OBJECTS = (
-    *("properties", "patternProperties", "additionalProperties", "unevaluatedProperties", "required"),
-    *("minProperties", "maxProperties", "propertyNames"),
-)
+    "properties", "patternProperties", "additionalProperties", "unevaluatedProperties", "required",
+    "minProperties", "maxProperties", "propertyNames",
+)  # fmt: skip
 _OF_TYPES = frozenset(("type", *_OF_NUMBERS, *_OF_TEXTS, *_OF_LISTS, *_OF_OBJECTS))
 # What asks nothing, or what other keywords read.
 _WITHOUT_EFFECT: dict[str, Callable[[Any, Mapping[str, Any]], bool]] = {

@@ -293,8 +293,17 @@ def _attend_tiles(
     )
     layers = jnp.full((1,), layer, jnp.int32)
     return kernel(
-        *(tiles.row, tiles.start, tiles.rows, tiles.position, of_rows.kv_lens, layers, of_rows.page_table),
-        *(q, kv.keys, kv.values, scales_of(kv, layer)),
+        tiles.row,
+        tiles.start,
+        tiles.rows,
+        tiles.position,
+        of_rows.kv_lens,
+        layers,
+        of_rows.page_table,
+        q,
+        kv.keys,
+        kv.values,
+        scales_of(kv, layer),
     )
 
 

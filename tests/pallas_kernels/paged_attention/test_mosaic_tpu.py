@@ -113,7 +113,12 @@ def test_memory_that_a_tpu_cannot_hold_is_an_error(lanes: int, max_pages: int, m
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(
             functools.partial(paged_attention, options=AttentionOptions(1.0), backend=backend),
-            *(q, new, new, kv, 0, Rows(i32((4, max_pages)), i32((5,)), i32((4,)), i32(()), i32(()))),
+            q,
+            new,
+            new,
+            kv,
+            0,
+            Rows(i32((4, max_pages)), i32((5,)), i32((4,)), i32(()), i32(())),
         )
 
 
