@@ -1,30 +1,47 @@
-"""What README.md, CONTRIBUTING.md and docs/ name exists: flags, metrics, routes, paths, links, commands, functions."""
+"""What README.md, CONTRIBUTING.md and docs/ name exists: flags, metrics, routes, paths, links, commands, functions.
+
+Tables of names have those of the code, and figures and times are the same wherever they stand.
+"""
 
 from __future__ import annotations
 
 import importlib
+import json
 import re
 import runpy
 import shlex
+from collections.abc import Collection
 from pathlib import Path
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
+from jaxserve.bench.datasets.choice import DATASETS
 from jaxserve.cli import chat, compile, config, convert, doctor, generate, plan, pull, serve
 from jaxserve.cli.bench import SUBCOMMANDS
 from jaxserve.cli.main import COMMANDS
 from jaxserve.config.schema import EngineConfig, ServerConfig
 from jaxserve.engine.scheduling.policy import LPM_MAX_WAITING, MAX_OVERTAKEN, Policy
+from jaxserve.errors import ConfigError
+from jaxserve.model_source.fields import Fields
+from jaxserve.models.registry import parse_model_config
 from jaxserve.observability.log import decode_line, prefill_line
 from jaxserve.observability.metrics import Metrics
+from jaxserve.quant import GGUF_TYPES, OnTheFly, read_quantization
 from jaxserve.server.app import make_app
 from jaxserve.server.openai.protocol import ChatRequest
 from jaxserve.server.server_state import ServerState
+from pallas_kernels.paged_attention import BACKENDS, BackendName
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-TUNING = (ROOT / "docs" / "tuning.md").read_text(encoding="utf-8")
-ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+README, CONTRIBUTING, MAKEFILE, TUNING, ARCHITECTURE, SUPPORT, QUANTIZATION, SPECULATION, BENCHMARKING, PERFORMANCE = (
+    (ROOT / name).read_text(encoding="utf-8")
+    for name in (
+        *("README.md", "CONTRIBUTING.md", "Makefile", "docs/tuning.md", "docs/architecture.md", "docs/support.md"),
+        *("docs/quantization.md", "docs/speculation.md", "docs/benchmarking.md", "docs/performance.md"),
+    )
+)
 PARSERS = {
     **{f"bench {name}": importlib.import_module(f"jaxserve.cli.bench.{name}") for name in SUBCOMMANDS},
     "chat": chat,
@@ -155,3 +172,79 @@ def test_the_fields_named_exist() -> None:
     for name in ("priority", "cache_salt", "stream_options", "n", "max_tokens"):
         assert f"`{name}`" in TUNING
         assert name in ChatRequest.__struct_fields__
+
+
+def rows(text: str, header: str) -> list[list[str]]:
+    """Return the cells of all rows of the first table whose first column has this header."""
+    table = re.search(rf"^\| {re.escape(header)} \|.*\n\|[-| :]+\|\n((?:\|.*\n)+)", text, flags=re.M)
+    assert table, header
+    return [[cell.strip() for cell in line.strip("|").split(" |")] for line in table[1].splitlines()]
+
+
+def named_in(message: Any) -> set[str]:
+    """Return the names that an error lists as supported."""
+    return set(re.split(r", (?:and .*)?", re.sub(r".*supported: ", "", str(message)))) - {""}
+
+
+def test_the_families_are_those_that_are_served() -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse_model_config({"architectures": ["Unknown"]})
+    table = rows(SUPPORT, "family")
+    assert set(re.findall(r"`(\w+For\w+)`", " ".join(row[1] for row in table))) == named_in(refused.value)
+    shown = " ".join(re.findall(r"(?:dense models|mixtures of experts): (.+?)\.(?: |$)", README, flags=re.M))
+    in_readme, in_support = (
+        set(re.findall(r"[A-Za-z][A-Za-z-]{2,}", names)) - {"and", "dense"}
+        for names in (shown, " ".join(row[0] for row in table))
+    )
+    assert in_readme == in_support
+
+
+def test_the_quantizations_are_those_that_are_read() -> None:
+    with pytest.raises(ConfigError) as refused:
+        read_quantization(Fields({"quantization_config": {"quant_method": "unknown"}}, "config.json"))
+    methods = {row[0].strip("`") for row in rows(QUANTIZATION, "`quant_method`")}
+    assert methods - {"GGUF"} == named_in(refused.value)
+    [types] = re.findall(r"GGUF types:\*\* (.+)\.$", SUPPORT, flags=re.M)
+    assert set(types.split(", ")) == {"F32", "F16", "BF16", *GGUF_TYPES}
+
+
+@pytest.mark.parametrize(
+    ("text", "header", "names"),
+    [
+        (SUPPORT, "backend", BACKENDS.names),
+        (QUANTIZATION, "backend", get_args(BackendName)),
+        (QUANTIZATION, "`--quantization`", get_args(OnTheFly)),
+        (SPECULATION, "`--speculative-method`", get_args(get_type_hints(EngineConfig)["speculative_method"])),
+        (BENCHMARKING, "name", DATASETS),
+    ],
+)
+def test_a_table_has_the_names_of_the_code(text: str, header: str, names: Collection[str]) -> None:
+    assert {name for row in rows(text, header) for name in re.findall(r"`([\w-]+)`", row[0])} == set(names) - {"none"}
+
+
+def test_the_times_of_tests_are_the_same_everywhere() -> None:
+    times = dict(re.findall(r"^(make [a-z-]+) +# ([^:\n]*(?:minute|hour)[^:\n]*):", CONTRIBUTING, flags=re.M))
+    assert {"make check", "make test", "make test-aot"} <= set(times)
+    for command, time in times.items():
+        assert re.search(rf"echo '{command} +{re.escape(time)}:", MAKEFILE), command
+    assert times["make test"] in README
+
+
+def test_the_figures_are_those_that_were_measured() -> None:
+    results = ROOT / "benchmarks" / "results"
+    serving = json.loads((results / "cpu" / "serving_cpu.json").read_text(encoding="utf-8"))["results"]
+    readme, page = rows(README, "load"), str(rows(PERFORMANCE, "load"))
+    for column, engine in enumerate(("jaxserve", "vllm"), start=1):
+        for row, load in zip(readme, ("1", "16"), strict=True):
+            found = serving[engine][load]
+            assert row[column].startswith(f"{found['output_tok_s']:.0f} tokens/s")
+            assert row[column].endswith(f"{found['ttft_ms']:,.0f} ms")
+            assert f"'{found['output_tok_s']:.1f}'" in page
+        assert all(f"'{found['ttft_ms']:,.0f} ms'" in page for found in serving[engine].values())
+    device = json.loads((results / "nvidia-h100-80gb-hbm3" / "device.json").read_text(encoding="utf-8"))["rows"]
+    steps = {row["name"]: 1000 / row["value"] for row in device if row["name"].endswith("steps/s")}
+    speeds = {row["name"]: f"{row['value']:,.0f}" for row in device if " offline " in row["name"]}
+    assert all(f"| {step:.2f} ms |" in PERFORMANCE for step in steps.values())
+    assert all(f"| {speed}" in PERFORMANCE for speed in speeds.values())
+    assert f"{speeds['Llama-3.1-8B offline 1000/1000: output']} output tokens/s" in README
+    assert f"takes {steps['Llama-3.1-8B decode 128 x 1024: steps/s']:.1f} ms" in README
