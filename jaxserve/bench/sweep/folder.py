@@ -20,7 +20,7 @@ from jaxserve.host import lock_file
 
 State = Literal["done", "failed", "to do"]
 
-_OUTPUTS = ("summary.json", "summary.csv", "plots.html", "plots.png")
+_OUTPUTS = ("summary.json", "summary.csv", "plots.png")
 
 
 class SweepFolder:

@@ -1,18 +1,12 @@
-"""Plots of a sweep: throughput against latency with the Pareto front, as one HTML file and as PNG.
-
-The HTML file contains its data and script and loads nothing else. Figures come from `summary.py`.
-"""
+"""The plot of a sweep: throughput against latency with the Pareto front, as PNG. Figures come from `summary.py`."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from jaxserve.bench.sweep.grid import format_value, varying_keys
-from jaxserve.bench.sweep.summary import LATENCIES, THROUGHPUT, SummaryRow, pareto_rows
+from jaxserve.bench.sweep.summary import THROUGHPUT, SummaryRow, pareto_rows
 from jaxserve.errors import ConfigError
 
 FIGURE_NAMES = {
@@ -32,24 +26,6 @@ _COLORS = ("#2a78d6", "#d9622b", "#1f9e72", "#b8860b", "#8e5bd0", "#d0457f", "#4
 _MARKERS = ("o", "s", "^", "D")
 _PANELS = ("median_ttft_ms", "median_tpot_ms", "median_e2el_ms")
 _MAX_LEGEND = 24
-
-
-def html_page(rows: Sequence[SummaryRow], about: str) -> str:
-    """Return the HTML page."""
-    options = varying_keys([row.options for row in rows])
-    data = {
-        "about": about,
-        "names": FIGURE_NAMES,
-        "colors": _COLORS,
-        "up": [name for name in FIGURE_NAMES if name not in LATENCIES and name != "p99_itl_ms" and _any(rows, name)]
-        or [THROUGHPUT],
-        "across": [name for name in (*LATENCIES, "p99_itl_ms") if _any(rows, name)] or list(LATENCIES),
-        "rows": [_row_data(row, options) for row in rows],
-    }
-    # Only a "<" could end the script element that holds the data.
-    text = json.dumps(data).replace("<", "\\u003c")
-    page = resources.files("jaxserve.bench.sweep").joinpath("plots.html").read_text(encoding="utf-8")
-    return page.replace("/*DATA*/", text)
 
 
 def require_matplotlib() -> None:
@@ -72,7 +48,7 @@ def write_png(rows: Sequence[SummaryRow], path: Path) -> None:
         _draw(axes, rows, latency)
     handles, labels = figure.axes[0].get_legend_handles_labels()
     if len(engines) > _MAX_LEGEND:
-        handles, labels = handles[:_MAX_LEGEND], [*labels[: _MAX_LEGEND - 1], "… see plots.html"]
+        handles, labels = handles[:_MAX_LEGEND], [*labels[: _MAX_LEGEND - 1], "… see summary.csv"]
     if handles:
         figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels)), frameon=False)
     part = path.with_name(path.name + ".part")
@@ -114,21 +90,3 @@ def _draw(axes: Any, rows: Sequence[SummaryRow], latency: str) -> None:
     axes.set_ylim(bottom=0)
     axes.grid(color="#dddcd6", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
-
-
-def _any(rows: Sequence[SummaryRow], name: str) -> bool:
-    return any(name in row.figures for row in rows)
-
-
-def _row_data(row: SummaryRow, options: Sequence[str]) -> dict[str, Any]:
-    remarks = [*row.reasons, *(["the client was the bottleneck"] if row.client_bound else [])]
-    return {
-        "engine": row.engine,
-        "label": row.label,
-        "load_label": ", ".join(f"{key}={format_value(row.options.get(key))}" for key in options) or "the one load",
-        "figures": row.figures,
-        "spreads": row.spreads,
-        "runs": row.runs,
-        "failed_requests": row.failed_requests,
-        "remarks": " / ".join(remarks),
-    }

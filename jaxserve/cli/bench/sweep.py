@@ -4,7 +4,7 @@
     jaxserve bench sweep grid.yaml --output results
 
 Finished runs are kept: after an interruption the same command continues with the rest and retries failed runs. At the
-end the folder holds summary.json, summary.csv, plots.html and plots.png.
+end the folder holds summary.json, summary.csv and plots.png.
 """
 
 from __future__ import annotations
@@ -95,13 +95,10 @@ def _list(grid: Grid, folder: SweepFolder) -> None:
 def _write(grid: Grid, folder: SweepFolder, *, png: bool) -> list[SummaryRow]:
     from jaxserve.bench.sweep import plots, summary
     from jaxserve.bench.sweep.folder import write_whole
-    from jaxserve.bench.sweep.run_sweep import format_options
 
     rows = summary.summarize(grid, folder)
     write_whole(folder.path / "summary.json", summary.as_json(grid, rows))
     write_whole(folder.path / "summary.csv", summary.as_csv(rows))
-    about = f"jaxserve bench sweep, {grid.repetitions} runs each; {format_options(grid.base)}"
-    write_whole(folder.path / "plots.html", plots.html_page(rows, about))
     if png:
         plots.write_png(rows, folder.path / "plots.png")
     return rows

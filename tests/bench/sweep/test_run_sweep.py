@@ -67,13 +67,6 @@ def test_all_runs_and_their_summary(grid: Path, capsys: pytest.CaptureFixture[st
     shown = capsys.readouterr().out
     assert "max_concurrency" in shown
     assert "failed" in shown
-    page = (out / "plots.html").read_text()
-    data = json.loads(page.split('<script type="application/json" id="data">')[1].split("</script>")[0])
-    assert [row["figures"]["output_throughput"] for row in data["rows"]] == [
-        row["figures"]["output_throughput"] for row in summary["rows"]
-    ]
-    assert "http://" not in page.replace("http://www.w3.org/2000/svg", "")
-    assert "https://" not in page
 
 
 @pytest.mark.parametrize(
