@@ -6,7 +6,6 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from decimal import Decimal
 from fractions import Fraction
 
 from jaxserve.text.grammars import patterns
@@ -309,10 +308,6 @@ def _both_texts(one: Text, other: Text) -> Schema:
             one.where or other.where,
         ),
     )
-
-
-def _tightness(high: Bound) -> tuple[Decimal, bool]:
-    return high.value, not high.open
 
 
 def _least_of(one: int | None, other: int | None) -> int | None:
