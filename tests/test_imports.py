@@ -5,6 +5,7 @@ checked in processes.
 from __future__ import annotations
 
 import ast
+import itertools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -61,6 +62,8 @@ ORDER_INSIDE = {
     "pallas_kernels.paged_attention": ["layout", "problem", "arguments", ("pages", "tuning", "write"), "reference",
                                        "cpu", "triton", "mosaic_gpu", "mosaic_tpu", "backends", "api"],
 }  # fmt: skip
+# The folders of `jaxserve.server` with the routes of an API.
+APIS = ("openai", "sglang")
 WITHOUT_JAX = {*BASE, "engine", "text", "server", "llm", "bench", "cli", "__main__", "__init__"}
 JAX = {"jax", "jaxlib", "flax", "jaxtyping", "orbax", "pallas_kernels"}
 
@@ -123,10 +126,12 @@ def test_folders_inside_a_room_import_only_those_below(room: str) -> None:
         for name in imported(path):
             inner = name.removeprefix(f"{room}.").split(".")[0]
             if name.startswith(f"{room}.") and inner != importer:
+                missing = {inner, importer} - level.keys()
+                assert not missing, f"ORDER_INSIDE[{room!r}] has no place for {missing}"
                 assert level[inner] <= level[importer], f"{module} imports {name}"
 
 
-@pytest.mark.parametrize(("api", "other"), [("openai", "sglang"), ("sglang", "openai")])
+@pytest.mark.parametrize(("api", "other"), [*itertools.permutations(APIS, 2)])
 def test_the_routes_of_an_api_know_no_other_api(api: str, other: str) -> None:
     for module, path in modules(f"jaxserve/server/{api}"):
         assert not [name for name in imported(path) if name.startswith(f"jaxserve.server.{other}.")], module
