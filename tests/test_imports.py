@@ -7,6 +7,7 @@ from __future__ import annotations
 import ast
 import functools
 import graphlib
+import itertools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -89,6 +90,8 @@ ORDER_INSIDE = {
     "pallas_kernels.sampling": "noise parameters | cpu reference triton | api",
     "pallas_kernels.tune": "task | attention experts products | __main__",
 }  # fmt: skip
+# The folders of `jaxserve.server` with the routes of an API.
+APIS = ("openai", "sglang")
 WITHOUT_JAX = {*BASE, "engine", "text", "server", "llm", "bench", "cli", "__main__", "__init__"}
 JAX = {"jax", "jaxlib", "flax", "jaxtyping", "orbax", "pallas_kernels"}
 
@@ -170,7 +173,7 @@ def test_the_files_of_a_room_import_only_those_below(room: str) -> None:
         assert room not in ORDER_INSIDE
         return
     level = {name: index for index, names in enumerate(ORDER_INSIDE[room].split(" | ")) for name in names.split()}
-    assert set(level) == set(imports)
+    assert set(level) == set(imports), f"ORDER_INSIDE[{room!r}] has a place for each file and folder, and no other"
     for name, lower in imports.items():
         assert all(level[each] < level[name] for each in lower), f"{room}.{name} imports {sorted(lower)}"
         below = max((level[each] + 1 for each in lower), default=0)
@@ -186,16 +189,15 @@ def test_no_class_name_is_used_twice() -> None:
     names: dict[str, list[str]] = {}
     for module, path in (*JAXSERVE, *modules("pallas_kernels")):
         for node in ast.walk(ast.parse(path.read_text())):
-            name = (
-                node.name if isinstance(node, ast.ClassDef) else node.name.id if isinstance(node, ast.TypeAlias) else ""
-            )
-            # Each family has its own of these; they are used with their module's name.
-            if name not in ("", "Config", "Params", "LayerParams"):
+            if isinstance(node, ast.ClassDef | ast.TypeAlias):
+                name = node.name if isinstance(node, ast.ClassDef) else node.name.id
                 names.setdefault(name.lstrip("_"), []).append(module)
+    for of_each_family in ("Config", "Params", "LayerParams"):  # used with their module's name
+        del names[of_each_family]
     assert {name: found for name, found in names.items() if len(found) > 1} == {}
 
 
-@pytest.mark.parametrize(("api", "other"), [("openai", "sglang"), ("sglang", "openai")])
+@pytest.mark.parametrize(("api", "other"), [*itertools.permutations(APIS, 2)])
 def test_the_routes_of_an_api_know_no_other_api(api: str, other: str) -> None:
     for module, path in modules(f"jaxserve/server/{api}"):
         assert not [name for name in imported(path) if name.startswith(f"jaxserve.server.{other}.")], module

@@ -50,7 +50,7 @@ class DrawTokens:
 
     def write(self, module: Module, features: frozenset[str]) -> None:
         """See `cpu.Kernel`."""
-        handler(module, self.name, 7, 1, _write_handler)
+        handler(module, self.name, 3 + len(DrawParameters._fields), 1, _write_handler)
 
 
 def _write_handler(call: Call) -> None:

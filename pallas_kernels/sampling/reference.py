@@ -87,6 +87,3 @@ def _largest_threshold(
 
     found = lax.fori_loop(0, 31, refine, jnp.zeros(weights.shape[0], jnp.int32))
     return lax.bitcast_convert_type(found, jnp.float32)
-
-
-# x

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from jaxserve.api_types import MAX_LOGIT_BIAS, MAX_STOP_IDS
+from jaxserve.api_types import MAX_LOGIT_BIAS, MAX_STOP_IDS, SHARED_OPTIONS
 from jaxserve.runtime.programs.builder import ProgramBuilder
 from jaxserve.runtime.step.program import ProgramKey, StepContext
 from jaxserve.runtime.step.slot_update import (
@@ -31,7 +31,7 @@ from jaxserve.runtime.step.slot_update import (
 from jaxserve.runtime.step.state import INT_COLUMNS, DeviceState, all_ranks, one_rank
 from jaxserve.step_plan import SlotOpen, WindowGroup
 from pallas_kernels.paged_attention import REFERENCE
-from pallas_kernels.sampling.parameters import COUNT_MASK, SEEN_IN_PROMPT, FloatColumn
+from pallas_kernels.sampling.parameters import COUNT_MASK, SEEN_IN_PROMPT, FloatColumn, IntColumn
 from tests.runtime.tiny import CAPACITY, laid_out, mesh, on_trees, opening, specs, zero_state
 
 VOCAB = 3000
@@ -138,6 +138,11 @@ def test_the_sampling_row(used: DeviceState) -> None:
     assert state.sampling.stop_ids[0, 1].tolist() == [9, 11] + [-1] * (MAX_STOP_IDS - 2)
     assert state.sampling.bias_ids[0, 1].tolist() == [3, 250] + [-1] * (MAX_LOGIT_BIAS - 2)
     assert state.sampling.bias_values[0, 1, :2].tolist() == [-100.0, 0.5]
+
+
+def test_every_shared_option_has_a_column() -> None:
+    """A request with another one would be accepted, and draw as without it."""
+    assert set(SHARED_OPTIONS) <= {column.name.lower() for column in (*IntColumn, *FloatColumn)}
 
 
 @pytest.mark.parametrize(("top_k", "seed"), [(-1, -1), (0, -(2**63)), (2**31 - 1, 2**63 - 1)])
