@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import jax
 import msgspec
@@ -23,7 +23,7 @@ from jaxserve.runtime.sizing.deployment import Deployment, deploy, read_stored
 from jaxserve.runtime.sizing.temp_memory import TempMemory, with_temp_memory
 from jaxserve.runtime.step.page_copies import read_key, write_key
 from jaxserve.runtime.step.state import max_pages
-from pallas_kernels.paged_attention import KernelTarget
+from pallas_kernels.paged_attention import BACKENDS, KernelTarget
 from pallas_kernels.quantized_matmul import PackedWeight
 from tests.runtime.tiny import F32, mesh, model
 from tests.tiny_model import CONFIG
@@ -132,6 +132,10 @@ def test_shards_of_a_cpu_promise_no_determinism() -> None:
     asked = EngineConfig(tp_size=2, enable_deterministic_inference=True)
     with pytest.raises(ConfigError, match="enable_deterministic_inference: with tp_size=2 XLA adds the sums of shards"):
         deploy(asked, model(), CPU)
+
+
+def test_the_flag_takes_every_attention_backend() -> None:
+    assert set(get_args(get_type_hints(EngineConfig)["attention_backend"])) == {"auto", *BACKENDS.names}
 
 
 def test_an_unsupported_attention_backend_is_refused() -> None:
