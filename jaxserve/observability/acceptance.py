@@ -14,7 +14,7 @@ _SERVERS = ("jaxserve:", "vllm:")
 
 @dataclasses.dataclass(frozen=True)
 class Acceptance:
-    """Counts of drafts, of their tokens that were verified, and of those accepted.
+    """Counts of drafts, of their verified tokens, and of the accepted ones.
 
     `by_position` counts the drafts whose token of each position was accepted.
     """
