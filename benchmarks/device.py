@@ -60,9 +60,9 @@ SECTIONS = {
     "engine.qwen3_0_6b": 120,
     "peer.transformers": 120,
 }
-# The least share of its seconds with which a section is worth starting.
+# A section is started only if this share of its seconds is left.
 _ENOUGH = 0.8
-# The share of its time that a section may plan with, and that of this after which it shows where it hangs.
+# The share of its time that a section may plan with, and the multiple of that time after which it shows where it hangs.
 _OWN_SHARE, _STACKS = 0.93, 1.04
 
 

@@ -1,6 +1,6 @@
 """Writes a draft model: the first layers of a model, with its embedding, last norm and head, in bfloat16.
 
-With all its layers, it is the model itself, whose weights aren't quantized.
+With all layers of the model, the draft model is the model itself without quantization.
 
     python -m benchmarks.first_layers FOLDER --layers 6
 """
