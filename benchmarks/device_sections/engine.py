@@ -41,7 +41,7 @@ _TENSORRT_LLM = {
 class EngineSection:
     """A section that measures the engine with a model's shape and dummy weights, quantized if it says how.
 
-    `options` are those of `EngineConfig` that no other model has.
+    `options` are settings of `EngineConfig` for this section only.
     """
 
     model: str

@@ -35,7 +35,7 @@ class Acceptance:
         return self.accepted / self.draft_tokens if self.draft_tokens else 0.0
 
     def since(self, before: Acceptance) -> Acceptance:
-        """Return the counts without those of `before`."""
+        """Return the counts minus the counts of `before`."""
         positions = zip_longest(self.by_position, before.by_position, fillvalue=0)
         return Acceptance(
             self.drafts - before.drafts,

@@ -298,7 +298,8 @@ class Planner:
         decodes.requests, decodes.pages, drafts.lengths = map(list, zip(*in_order))
 
     def _read_for_drafts(self, rank: Rank, request: Request, reads: list[DraftRead]) -> bool:
-        """Let a draft model read what it lacks of a sequence, as far as the step has room; return whether it has."""
+        """Let a draft model read the unread tokens of a sequence, as far as the step has room; return whether few
+        enough are left for it to draft."""
         unread = request.num_planned_tokens - request.num_read_tokens  # before this step
         room = self._most_read - sum(read.length for read in reads if read.rank == rank.index)
         length = min(unread - self._max_unread, room)

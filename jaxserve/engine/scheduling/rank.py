@@ -138,7 +138,7 @@ class Rank:
         pages.extend(new)
         if not self.windows:
             return (tuple(new),)
-        # The step of this plan neither reads what is given up here nor minds that another request writes it.
+        # The step of this plan doesn't read the pages that are given up here, so that another request may write them.
         if not drafts:
             self.give_up_passed(request)
         added = [tuple(new)]
@@ -181,7 +181,7 @@ class Rank:
         """Return the number of tokens, from the first one on, that a draft model has read.
 
         A head reads the last token of a page together with the next one, which may have been another. That makes its
-        drafts a little worse, but reading it again would make those of other requests that have the page worse.
+        drafts a little worse, but reading it again would do the same to other requests that have the page.
         """
         read = next((index for index, page in enumerate(pages) if not self.pool.read_by_draft[page]), len(pages))
         return read * self.pool.page_size

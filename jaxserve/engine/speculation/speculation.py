@@ -3,10 +3,10 @@
 A step that verifies drafts takes longer than a decode step and yields more tokens, if drafts are accepted. So of the
 programs that hold the running requests, the one with the most expected tokens a second runs; if that is the decode
 program, nothing is verified. A decode step shows at no cost whether the first token of a draft that was looked up
-would have been accepted, so that acceptance is known even while nothing is verified. A draft model only drafts what is
-verified, so that now and then a step verifies some to learn how much is accepted.
+would have been accepted, so that acceptance is known even while nothing is verified. A draft model only drafts tokens
+that are verified, so now and then a step verifies some to learn how many are accepted.
 
-A step that computes prompts takes as long as its program has tokens, of which prompts rarely fill all. Drafts that were
+The time of a step that computes prompts depends on the size of its program, which prompts rarely fill. Drafts that were
 looked up fill the rest.
 """
 

@@ -17,7 +17,7 @@ _PART = re.compile(
 
 
 def gemma4(reader: Reader) -> Steps[None]:
-    """Read calls between their marks; what is between marks and no call is content."""
+    """Read calls between their marks; any other text between marks is content."""
     while True:
         blanks, mark = yield from reader.copy("content", BEGIN)
         if not mark:

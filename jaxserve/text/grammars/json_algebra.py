@@ -191,7 +191,7 @@ class Algebra:
         return most if values is None else _least_of(most, len(values))
 
     def known_keys(self, shape: Object) -> dict[str, Schema]:
-        """Return the keys that are named, and those of patterns with few texts, with the schemas of their values."""
+        """Return the keys that are named, or that patterns with few texts match, with the schemas of their values."""
         found = dict(shape.properties)
         for name in self._few_names(shape):
             if name not in found:
