@@ -9,9 +9,9 @@
 
 Each section is a process with a time limit. A section that fails, hangs or runs out of memory is reported and keeps its
 rows, and the others continue. After every section all rows so far are in benchmarks/results/<device>/device.json, each
-with what it was predicted to be, where something predicts it; sections.log beside it has all that sections wrote to
-stderr, and the stacks of one that hung. At the end the script prints one table, with a ratio for each figure that has a
-reference. Compiled programs and tuned products are kept for further calls.
+with its prediction if there is one; sections.log beside it has all that sections wrote to stderr, and the stacks of one
+that hung. At the end the script prints one table, with a ratio for each figure that has a reference. Compiled programs
+and tuned products are kept for further calls.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ SECTIONS = {
     "engine.qwen3_0_6b": 120,
     "peer.transformers": 120,
 }
-# The least share of its seconds with which a section is worth starting.
+# A section is started only if this share of its seconds is left.
 _ENOUGH = 0.8
-# The share of its time that a section may plan with, and that of this after which it shows where it hangs.
+# The share of its time that a section may plan with, and the multiple of that time after which it shows where it hangs.
 _OWN_SHARE, _STACKS = 0.93, 1.04
 
 

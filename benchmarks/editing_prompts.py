@@ -2,7 +2,7 @@
 
 The texts are in `editing_passages.txt`, each after a line with a word of it and the word to put in its place. A small
 model follows such instructions badly, but it does write the text again. An answer may have about a fifth more tokens
-than its text: a model that never ends an answer soon only repeats itself.
+than its text, because a model that never ends an answer soon only repeats itself.
 
     python -m benchmarks.editing_prompts editing.jsonl
     jaxserve bench serve --backend openai-chat --dataset-name custom --dataset-path editing.jsonl

@@ -38,12 +38,12 @@ FORMATS = ("bf16", "int8", "fp8", "int4", "fp4")
 _COPIED_BYTES = 2**28
 _WARM_UP = 2
 _SLOW_ROUNDS = 3
-"""Of XLA's products, which take seconds."""
+"""The rounds of XLA's products, which take seconds."""
 OUTPUT = Path(__file__).parent / "results/cpu/grouped_matmul.json"
 
 
 class Layer(NamedTuple):
-    """The weights of the experts of a layer: those of gate and up as one, and of down."""
+    """The weights of the experts of a layer: gate and up as one weight, and down."""
 
     up: Any
     down: Any
@@ -85,7 +85,7 @@ def main() -> None:
 
 
 def measure(tokens: int, rounds: int, layers: dict[str, list[Layer]], dense: list[Layer]) -> dict[str, dict[str, Any]]:
-    """Return times of a step's products in each format, of those in XLA, of its routing, and of a copy."""
+    """Return times of a step's products in each format, of XLA's products, of the routing, and of a copy."""
     x = jax.random.normal(jax.random.key(0), (tokens, DIM), jnp.bfloat16)
     logits = jax.random.normal(jax.random.key(1), (LAYERS, tokens, EXPERTS), jnp.float32)
     routes = [route(one) for one in logits]
@@ -118,7 +118,7 @@ def measure(tokens: int, rounds: int, layers: dict[str, list[Layer]], dense: lis
 
 
 def random_layer() -> Layer:
-    """Return weights of 16 bits; of gate and up together `[experts, 2 * ffn, dim]`."""
+    """Return weights of 16 bits; gate and up are together, `[experts, 2 * ffn, dim]`."""
     rng = np.random.default_rng(0)
 
     def weight(*shape: int) -> np.ndarray[Any, Any]:
@@ -128,7 +128,7 @@ def random_layer() -> Layer:
 
 
 def packed_layer(format: Any) -> Layer:
-    """Return weights in the layout of a CPU; those of less than 16 bits are random numbers with one scale."""
+    """Return weights in the layout of a CPU; weights of less than 16 bits are random numbers with one scale."""
     rng = np.random.default_rng(0)
 
     def packed(weight: np.ndarray[Any, Any]) -> PackedWeight:

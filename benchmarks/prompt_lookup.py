@@ -1,7 +1,7 @@
 """Simulates prompt lookup on answers that are known: how many draft tokens of a step would have been accepted.
 
-The draft of a step follows the latest earlier place of the longest n-gram that ends the text so far. The bound is that
-of greedy decoding without limits by cost: every step verifies the draft it finds.
+The draft of a step follows the latest earlier place of the longest n-gram that ends the text so far. The figures are a
+bound for greedy decoding, as cost is no limit: every step verifies the draft it finds.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Measures the real scheduler on synthetic traces with a simulated device: host time per step, and the effect of the
 settings in the tuning guides.
 
-Three tables: milliseconds of plan, build and commit by batch size and queue; for each trace and policy the cache usage,
-hit rate, retractions and waiting times; the same for values of `--schedule-conservativeness`. Seconds of traces are
-simulated: a step takes 8 ms, plus 20 us per decode and 60 us per prefill token.
+It prints three tables: milliseconds of plan, build and commit by batch size and queue; for each trace and policy the
+cache usage, hit rate, retractions and waiting times; the same for values of `--schedule-conservativeness`. Seconds of
+traces are simulated: a step takes 8 ms, plus 20 us per decode and 60 us per prefill token.
 
     python benchmarks/scheduler.py --json benchmarks/results/cpu/scheduler.json
 """
@@ -204,7 +204,7 @@ def step_seconds(plan: StepPlan, rank: int) -> float:
 def answer(plan: StepPlan, left: dict[str, int], *, drafts: bool = False) -> StepResult:
     """Return a step's result: each request gets tokens up to its number in the trace, then its stop token.
 
-    With `drafts`, requests have no end, and half of the drafts verified are accepted.
+    With `drafts`, requests have no end, and half of the verified drafts are accepted.
     """
     if drafts:
         verified = [chunk.length - 1 if chunk.tokens is None else 0 for chunk in plan.chunks]

@@ -66,7 +66,7 @@ LOADS = {
 
 @dataclasses.dataclass(frozen=True)
 class Acceptance:
-    """Counts of a server: the tokens it generated, and what became of its drafts (see `EngineStats`)."""
+    """Counts of a server: the tokens it generated, its drafts, and the accepted tokens (see `EngineStats`)."""
 
     generated: int = 0
     drafts: int = 0

@@ -57,9 +57,9 @@ def find_accelerators(root: Path = Path("/"), environment: Mapping[str, str] = o
 
 
 def nvidia_memory_bytes(kind: str, root: Path = Path("/"), environment: Mapping[str, str] = os.environ) -> int | None:
-    """Return the memory of this machine's GPUs of a name, the smallest of theirs; None if nvidia-smi names none."""
+    """Return the memory of this machine's GPUs named `kind`, the smallest of them; None if nvidia-smi names none."""
     rows = (line.rpartition(",") for line in _query_smi(_smi_program(root, environment), "name,memory.total")[0])
-    # Such as: NVIDIA H200, 143771 MiB
+    # A line is such as `NVIDIA H200, 143771 MiB`.
     sizes = [re.fullmatch(r"(\d+) MiB", size.strip()) for name, _, size in rows if name.strip() == kind]
     return min((int(size.group(1)) * 2**20 for size in sizes if size is not None), default=None)
 
@@ -147,7 +147,7 @@ def _nvidia_smi(root: Path, environment: Mapping[str, str]) -> _SmiReport:
     rows = [row for row in rows if re.fullmatch(r"\d+(\.\d+)*", row[0])]
     if not rows:
         return _SmiReport(error=error)
-    # A separate query, because old drivers don't support it.
+    # This is a separate query, because old drivers don't support it.
     numbers = [line.split(".") for line in _query_smi(program, "compute_cap")[0] if re.fullmatch(r"\d{1,2}\.\d", line)]
     capability = min(((int(major), int(minor)) for major, minor in numbers), default=None)
     return _SmiReport([row[-1] if len(row) == 2 else "NVIDIA GPU" for row in rows], rows[0][0], capability)

@@ -36,7 +36,7 @@ class FinishReason(enum.StrEnum):
 
 
 # Types with the bounds of request fields. The server decodes requests by them and has them in its schema;
-# `SamplingParams` checks them again. Numbers are computed in float32: those that it can't tell from 0 count as 0.
+# `SamplingParams` checks them again. Numbers are computed in float32: one that float32 rounds to 0 counts as 0.
 TokenCount = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 NumSamples = Annotated[int, Meta(ge=1, le=128)]
@@ -57,13 +57,13 @@ class Help:
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The form that an output must have; exactly one of the first six fields says it. The names are vLLM's.
+    """The form that an output must have; exactly one of the first six fields gives it. The names are vLLM's.
 
     `json` is a JSON schema, as an object or as text, and `json_object` asks for any object. `grammar` is Lark or GBNF.
     `structural_tag` has a `format`, or `structures` and `triggers`. JSON may have blanks of `whitespace_pattern`
     between its parts, by default at most two or a line break and an indentation, or none with `disable_any_whitespace`.
-    With `disable_additional_properties`, objects have only properties that the schema names. What a schema asks and a
-    grammar can hardly hold (`uniqueItems` of many values) is left to the client, or with `strict` refused.
+    With `disable_additional_properties`, objects have only properties that the schema names. A keyword that a grammar
+    can hardly hold (`uniqueItems` of many values) is left to the client, or with `strict` refused.
     Raises `InvalidRequestError` unless exactly one form is given.
     """
 
@@ -104,7 +104,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How to choose the tokens of one request. Raises `InvalidRequestError` naming a field that is out of range.
 
     `temperature` 0 is greedy. `top_k` 0 or -1 means all tokens. `logprobs` and `prompt_logprobs` are the number of
-    alternatives to report with each token (0 to 20); None reports no log probabilities. These are those of the model,
+    alternatives to report with each token (0 to 20); None reports no log probabilities. They are the model's own,
     before penalties, temperature and truncation. The randomness of a request depends on `seed`, the sample and the
     position alone. `stop_regex` are patterns that end the output as `stop` strings do.
     `structured_outputs` is the form that the output must have.
@@ -196,7 +196,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _leaves(hint: object) -> Iterator[object]:
-    """Yield what a type consists of: annotations, then the plain types."""
+    """Yield the parts of a type: its annotations, then the plain types."""
     yield from getattr(hint, "__metadata__", ())
     parts = getattr(hint, "__args__", ())
     for part in parts:
@@ -305,7 +305,7 @@ class KVGroup(msgspec.Struct, frozen=True):
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Facts about an engine, sent once when it is ready. Sizes are in tokens; times in seconds, by start-up phase.
 
-    `num_pages` are those of whole sequences; `kv_groups` are all groups of layers with a KV cache of their own.
+    `num_pages` counts pages of whole sequences; `kv_groups` are all groups of layers with a KV cache of their own.
     `quantization` is the format of quantized weights (gguf, awq, int4, …), or none. On each device, weights take
     `weight_bytes`, and `free_bytes` were left after all was allocated; running programs take `working_bytes` of these.
     `memory_bound` says that the KV cache would be larger with more memory; `working_bytes` is then the compiler's
@@ -353,8 +353,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """The metrics of an engine, sent with the events of a step and on request. Counters never decrease.
 
     - Of the `num_waiting` requests, `num_deferred` wait for a prefix that another request computes.
-    - A page is free, evictable (cached but unused) or in use; `token_usage` is the share in use, of the KV group that
-      has the largest. `num_pages` and the like are those of the first group, which keeps whole sequences; of the
+    - A page is free, evictable (cached but unused) or in use; `token_usage` is the share in use, the largest of all KV
+      groups. `num_pages` and the like count pages of the first group, which keeps whole sequences; of the
       `num_window_pages` of each group with a window, `num_free_window_pages` are free or evictable.
     - `cache_query_tokens` counts the prompt tokens of requests that started, `cache_hit_tokens` those found in the
       prefix cache. Tokens computed again after a retraction count in neither.
@@ -371,7 +371,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
       `accepted_by_position[i]` drafts had token i accepted. Without speculation all are 0, and the last is ().
     - Of the `generation_tokens`, grammars forced `forced_tokens`, without a draw.
     - `step_tokens` is the sum over all steps; `steps_by_tokens` counts the steps in each of `STEP_TOKEN_BUCKETS`, and
-      last those beyond.
+      last the longer steps.
     - Only metrics sent on request have `decode_steps_by_rows`; `integrity_errors`, the faults that the integrity check
       found; and `expert_tokens[i][j]`, how many tokens expert j of layer i computed. A dense layer has no experts.
     """
@@ -424,7 +424,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def swa_token_usage(self) -> float:
-        """The share in use of the pages of windows, of the group that has the largest; 0 if there is none."""
+        """The share in use of the pages of windows, the largest of all groups with a window; 0 if there are none."""
         groups = zip(self.num_free_window_pages, self.num_window_pages)
         return max((1.0 - free / total for free, total in groups if total), default=0.0)
 

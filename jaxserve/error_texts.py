@@ -13,8 +13,8 @@ def join_first(items: Sequence[str], limit: int, separator: str = ", ") -> str:
 
 
 def join_differences(theirs: Any, ours: Any, *, there: str, here: str) -> str:
-    """Return the names and both values of what differs between two mappings, cut off after four; empty if nothing does.
-    `there` and `here` stand after the values. Values of nested mappings are compared each, by dotted names."""
+    """Return the names and both values of the entries that differ between two mappings, at most four; empty if none do.
+    `there` and `here` stand after the values. Nested mappings are compared entry by entry, by dotted names."""
     return join_first(_differences(theirs, ours, there, here), limit=4, separator="; ")
 
 

@@ -37,8 +37,8 @@ class TensorPart:
     """The place in a parameter of a checkpoint tensor, or of the part of a fused one that starts at row `first_row`.
 
     It is reshaped to `shape`, which has the parameter's rank, and written at `index`, the start in each dimension of
-    `ParamSpec.stored_shape`. `offset` is added to its values. With a `view`, it is reshaped and transposed by that one,
-    or by `quantized_view` if its numbers are read, which always have inputs last.
+    `ParamSpec.stored_shape`. `offset` is added to its values. A `view` reshapes and transposes it first;
+    `quantized_view` does so with quantized numbers, which always have inputs last.
     """
 
     name: str
@@ -55,9 +55,9 @@ class TensorPart:
 class ParamSpec:
     """The declaration of a parameter, which is made of the `parts`.
 
-    `axes` names each dimension (or None); `runtime/devices/mesh.py` maps the names to mesh axes. `init` is the value
-    that `--load-format dummy` fills it with: `normal` has standard deviation `scale`, `constant` is `scale`, `range` is
-    the index.
+    `axes` names each dimension (or None); `runtime/devices/mesh.py` maps the names to mesh axes. `init` says what
+    `--load-format dummy` fills it with: `normal` has standard deviation `scale`, `constant` is `scale`, `range` is the
+    index.
 
     A parameter may be larger on a mesh than in a checkpoint, so that it can be split evenly; `shape` is the one on the
     mesh. There each stored KV head is repeated `kv_replicas` times. The next axis is split evenly between the replicas,

@@ -22,7 +22,7 @@ probabilities of prompts."""
 class SlotOpen(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """Assigns a slot to a request, of whose tokens the first `num_cached_tokens` are cached.
 
-    `cached_pages` are by KV group: the pages of these tokens, of a group with a window only the last ones of them.
+    `cached_pages` are the pages of these tokens by KV group; of a group with a window, only the last ones.
     `output_ids` are the tokens that it produced before it was retracted; penalties count them as output. Drafts come
     from the tokens of requests with the same `namespace`. If it is `constrained` by a grammar, steps draw no token
     for it: a `Draw` does.
@@ -170,7 +170,7 @@ class StepResult(msgspec.Struct, frozen=True, gc=False, kw_only=True):
 
 
 class DrawResult(msgspec.Struct, frozen=True, gc=False):
-    """What the draws of a plan drew, by their index, and its log probabilities if the request wants them."""
+    """The tokens that a plan's draws drew, by index, and their log probabilities if the request wants them."""
 
     tokens: list[int]
     logprobs: dict[int, list[TokenLogprobs]] = {}
@@ -186,7 +186,7 @@ class WindowGroup(msgspec.Struct, frozen=True):
 class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     """The sizes that the programs of a deployment can hold, per rank; the scheduler plans within them.
 
-    `num_pages` are those of the first KV group, which keeps whole sequences; `window_groups` are the others.
+    `num_pages` counts pages of the first KV group, which keeps whole sequences; `window_groups` are the others.
     `decode_buckets` are row counts of decode steps, `token_buckets` token counts of mixed steps, both ascending; no
     step may exceed the largest. Decode buckets up to `fine_decode_rows` are finely spaced. `prompt_logprob_tokens`
     bounds the tokens of a step that computes log probabilities of prompts. `verify_buckets` are token counts of steps
@@ -194,7 +194,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     `draft_buckets` are row counts of steps that make drafts, and `draft_read_buckets` token counts of those that read
     tokens; drafting itself reads the last `max_unread` tokens of a sequence. A sequence of more than `rotation_length`
     tokens has another rotary embedding than a shorter one, from its first token on. Programs that draw within a
-    grammar have at least `smallest_draw` rows. `vocab_size` is that of the programs, with padding.
+    grammar have at least `smallest_draw` rows. `vocab_size` is the programs' vocabulary size, with padding.
     """
 
     num_slots: int
@@ -231,7 +231,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def verifies_beside_prompts(self) -> bool:
-        """Whether steps that compute prompts verify drafts, too. Only drafts that are looked up need no step before."""
+        """Whether steps that compute prompts verify drafts, too. With a draft model, none do."""
         return bool(self.verify_buckets) and not self.draft_buckets
 
     def max_drawn(self, tokens: int) -> int:

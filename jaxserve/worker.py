@@ -181,7 +181,8 @@ def _prepare(config: EngineConfig, nodes: ProcessGroup | None) -> _EngineParts:
     num_host_pages = host_pages(config, sizes.capacity.pages_by_group, rows)
     with phases("weights"):
         weights = open_readers(deployment, source)
-    # Programs are not loaded behind in a mesh, whose processes must choose alike, nor for a GPU, which would pause.
+    # While the server serves, no programs are loaded in a mesh, whose processes must choose alike, nor for a GPU, which
+    # would pause.
     behind = nodes is None and device.platform == "cpu"
     params, state, programs, compiled = fill_devices(
         deployment,

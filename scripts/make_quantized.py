@@ -153,7 +153,7 @@ def make_mixture(folder: Path, fixture: Fixture) -> None:
     generator = torch.Generator().manual_seed(seed)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fixture.config), dtype=torch.float32)
     dtype = getattr(torch, fixture.config["torch_dtype"])
-    # As wide as random weights of 32 inputs, so that sums stay small
+    # The weights are as wide as random weights of 32 inputs, so that sums stay small
     scaled = {
         name: w * (32 / w.shape[1]) ** 0.5 if w.dim() == 2 else w
         for name, w in random_weights(model, generator).items()

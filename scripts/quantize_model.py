@@ -7,7 +7,7 @@ where `scripts/make_golden.py` does:
     .venv-ref/bin/python scripts/quantize_model.py SmolLM2.gguf DIR               # DIR/bf16, DIR/awq, DIR/gptq, ...
     .venv-ref/bin/python scripts/quantize_model.py FOLDER DIR --formats awq --text FILE
 
-Each format's perplexity over the text is that of its dequantized weights in float32, with activations as they are.
+Each format's perplexity over the text is computed with its dequantized weights in float32, and activations as they are.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """What a tool writes to config.json, how it packs a layer, and the type that it leaves other tensors in."""
+    """The fields that a tool writes to config.json, its packing of a layer, and the type in which it leaves others."""
 
     quantization: Json
     pack: Callable[[str, Tensor], Packed]

@@ -41,7 +41,7 @@ _TENSORRT_LLM = {
 class EngineSection:
     """A section that measures the engine with a model's shape and dummy weights, quantized if it says how.
 
-    `options` are those of `EngineConfig` that no other model has.
+    `options` are settings of `EngineConfig` for this section only.
     """
 
     model: str
@@ -93,9 +93,9 @@ class EngineSection:
 
 
 llama_3_1_8b = EngineSection("Llama-3.1-8B")
-# With a scale for each token of the inputs, and with an fp8 KV cache.
+# It has a scale for each token of the inputs, and an fp8 KV cache.
 llama_3_1_8b_fp8 = EngineSection("Llama-3.1-8B", FP8, {"kv_cache_dtype": "fp8_e4m3"})
-# With few programs: compiling takes most of its start.
+# It has few programs, because compiling takes most of its start.
 gpt_oss_20b = EngineSection("gpt-oss-20b", options={"cuda_graph_bs": (8, 128, 512)})
 llama_3_1_8b_int4 = EngineSection("Llama-3.1-8B", AWQ)
 llama_3_2_1b = EngineSection("Llama-3.2-1B")
@@ -105,7 +105,7 @@ qwen3_0_6b = EngineSection("Qwen3-0.6B")
 
 def compile_for(target: str) -> bool:
     """Compile the smallest and the largest program of each kind of every section's engine for a target that isn't
-    here, print what came of it, and return whether all are good."""
+    here, print a table of them, and return whether all are good."""
     sections = {name: value for name, value in globals().items() if isinstance(value, EngineSection)}
     lines, good = [], True
     for name, section in sections.items():

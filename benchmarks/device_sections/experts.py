@@ -28,7 +28,7 @@ _TINY = {"tiny": MixtureShape(4, 2, 128, 128, (None,))}
 _BACKENDS: dict[str, tuple[BackendName, ...]] = {"cpu": ("triton",), "tpu": ("mosaic_tpu",)}
 _TOKENS = (1, 8, 64, 2048)
 _LARGE = 2048
-# Products in turn, each of other experts: so few of them are in a cache.
+# This many products take turns, each of other experts, so that few experts are in a cache.
 _TURNS = 8
 
 

@@ -21,7 +21,7 @@ def rates(run: SectionRun) -> None:
     seconds, _ = seconds_per_call(copy, random_array((size // 2,), jnp.bfloat16), calls=3 if run.tiny else 50)
     run.row(COPY, 2 * size / seconds / 1e9, "GB/s")
     dim = 128 if run.tiny else 8192
-    # Scaled so that a chain of products stays finite.
+    # The scale keeps a chain of products finite.
     weights = random_array((dim, dim), jnp.bfloat16) * dim**-0.5
     seconds, _ = seconds_per_call(jax.jit(lambda x: x @ weights), weights, calls=3 if run.tiny else 30)
     run.row(MATMUL, 2 * dim**3 / seconds / 1e12, "TFLOP/s")

@@ -14,7 +14,7 @@ _GPT_OSS = {
     "max_position_embeddings": 131072, "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": [
         "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]},
 }  # fmt: skip
-# Of the same family and with heads of the same size, to be compared with plain XLA.
+# Small models of the same family, with heads of the same size, are compared with plain XLA.
 _SMALL = {"vocab_size": 2048, "hidden_size": 512, "intermediate_size": 768, "num_hidden_layers": 4, "head_dim": 64,
           "num_attention_heads": 8, "num_key_value_heads": 2}  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
@@ -37,7 +37,7 @@ MODELS: dict[str, dict[str, Any]] = {
                     "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 201088,
                     "num_local_experts": 32, "layer_types": ["sliding_attention", "full_attention"] * 12},
     "Llama small": {**_LLAMA, **_SMALL},
-    # With all experts chosen: else a last bit of the router's logits may choose another one.
+    # All experts are chosen, because else a last bit of the router's logits may choose another one.
     "gpt-oss small": {**_GPT_OSS, **_SMALL, "num_local_experts": 4,
                       "layer_types": ["sliding_attention", "full_attention"] * 2},
 }  # fmt: skip

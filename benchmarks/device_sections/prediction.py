@@ -34,7 +34,7 @@ def step_seconds(
     """Return the seconds of a step in which `decodes` requests of `context` tokens decode and `prompt` tokens of
     another prompt are computed; None if the device's rates weren't measured.
 
-    From what its program moves and launches if its `cost` is given, else from the roofline.
+    They follow from the bytes and launches of its program if its `cost` is given, else from the roofline.
     """
     limit = limits(run, made)
     if limit is None or limit.peak_flops is None:

@@ -20,7 +20,7 @@ from pallas_kernels.target import KernelTarget, target_of
 from pallas_kernels.tune.task import random_array
 from tests.pallas_kernels.quantized_matmul.cases import CASES, Case, make_product
 
-# Of a Llama-3.1-8B: the output projection of attention, and gate and up as one weight.
+# The output projection of a Llama-3.1-8B's attention, and its gate and up as one weight.
 _SHAPES = ((4096, 4096), (28672, 4096))
 _ROWS = (1, 16, 64, 2048)
 _SCHEMES = {
@@ -30,10 +30,10 @@ _SCHEMES = {
     "fp8 blocks": Scheme("fp8", 128, activations="group"),
     "int8 token": Scheme("int8", activations="token"),
 }
-# What Mosaic GPU's outputs are a multiple of; cases are rounded up to it.
+# Mosaic GPU's outputs are a multiple of this; cases are rounded up to it.
 _TILE = 64
 _TOLERANCE = 1e-5
-"""Of the sum of the magnitudes of all terms: float32 sums of thousands."""
+"""The share of the sum of all terms' magnitudes by which a float32 sum of thousands may differ."""
 
 
 def check_defaults(run: SectionRun) -> None:

@@ -57,7 +57,7 @@ class SectionRun:
         predicted: float | None = None,
         note: str = "",
     ) -> None:
-        """Append a figure, with the reference to compare it with and what it was predicted to be."""
+        """Append a figure, with the reference to compare it with and its prediction."""
         found = {"section": self.section, "name": name, "value": value, "unit": unit}
         compared = {"reference": reference, "goal": goal, "predicted": predicted}
         with self.rows.open("a") as file:
@@ -79,7 +79,7 @@ class SectionRun:
     def in_processes(self, parts: Sequence[str]) -> None:
         """Run the section once for each part, each in a process of its own, several at once.
 
-        A fault of CUDA makes everything fail that its process does later. Raises `RuntimeError` if a part failed.
+        After a fault of CUDA, all later work of its process fails. Raises `RuntimeError` if a part failed.
         """
         base = [sys.executable, sys.argv[0], "--section", self.section, "--rows", str(self.rows)]
         base += ["--cache", str(self.cache), "--seconds", str(self.left), *(["--interpret-tiny"] if self.tiny else [])]
@@ -94,7 +94,7 @@ class SectionRun:
             raise RuntimeError(f"parts that failed, with their exit codes: {', '.join(failed)}")
 
     def compare(self, label: str, checks: Mapping[str, Callable[[], str | None]], refused: int) -> None:
-        """Run checks, which return what they found wrong, in threads, as each compiles; report how many were right."""
+        """Run checks, which return the fault that they found, in threads, as each compiles; report how many passed."""
 
         def run(name: str) -> str | None:
             if self.left < _SECONDS_A_CHECK:

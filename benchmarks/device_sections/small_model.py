@@ -15,8 +15,8 @@ from jaxserve.api_types import EngineRequest, SamplingParams
 from jaxserve.config.schema import EngineConfig
 from jaxserve.engine.client import InProcessEngine
 
-# Of log probabilities in bfloat16, where logits near 1 are rounded by 2^-8 in every layer; more where inputs of
-# products are rounded to fp8. Another context changes them by 1 to 3.
+# The tolerance of log probabilities in bfloat16, where logits near 1 are rounded by 2^-8 in every layer, and where
+# inputs of products are rounded to fp8. Another context changes log probabilities by 1 to 3.
 _TOLERANCE, _FP8_TOLERANCE = 0.1, 0.5
 _PROMPTS = (5, 70, 200)
 _OUTPUT = 24
@@ -31,7 +31,7 @@ _MODELS: dict[str, tuple[str, dict[str, Any] | None, str]] = {
 def check(run: SectionRun) -> None:
     """Compare the log probabilities of prompts, and of tokens that decode steps choose, with reference attention's.
 
-    Each output is scored again as the prompt of another request: what decode steps and prefill compute must agree.
+    Each output is scored again as the prompt of another request: decode steps and prefill must agree.
     """
     checks = {name: functools.partial(_fault, run, *model) for name, model in _MODELS.items()}
     run.compare("small models", checks, 0)

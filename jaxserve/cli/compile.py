@@ -7,8 +7,8 @@ command buffers, waits of the host, bytes, and the predicted time beside the tim
 kernels that move most bytes. It fails if a program doesn't build or would copy the KV pool. --model may be a
 folder without weights, or a config.json.
 With --output it keeps the programs in a folder; `jaxserve serve --programs DIR` starts with them and compiles nothing.
-They are for the device of this machine, or with --target for an NVIDIA GPU that isn't here: no GPU has loaded such ones
-yet; if one can't, the server compiles its own.
+They are for the device of this machine, or with --target for an NVIDIA GPU that isn't here. No GPU has loaded programs
+that were compiled on another machine yet; if one can't, the server compiles its own.
 """
 
 from __future__ import annotations

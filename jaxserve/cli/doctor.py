@@ -118,7 +118,7 @@ def _summary(samples: Sequence[Sample]) -> str:
 
 
 def _read_metrics(client: httpx.Client) -> tuple[str | None, str | None]:
-    """Return the text of /metrics and the reason why the server does not serve; None for what is unknown or not so."""
+    """Return the text of /metrics, or None if unknown, and the reason why the server does not serve, or None."""
     import httpx
 
     try:

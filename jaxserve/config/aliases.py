@@ -21,14 +21,14 @@ from jaxserve.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class InForce:
-    """Accepted, because its effect always holds here. `why` explains it in one log line."""
+    """The setting is accepted, because its effect always holds here. `why` explains it in one log line."""
 
     why: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Sets:
-    """Accepted: sets our setting `key` to `value`, which has the same effect."""
+    """The setting is accepted: it sets our setting `key` to `value`, which has the same effect."""
 
     key: str
     value: object
@@ -36,7 +36,7 @@ class Sets:
 
 @dataclasses.dataclass(frozen=True)
 class RefusedName:
-    """Not accepted: `why` explains what jaxserve does instead and what to write."""
+    """The setting is not accepted: `why` explains what jaxserve does instead and what to write."""
 
     why: str
 
@@ -77,7 +77,7 @@ class SameAlias:
 
 @dataclasses.dataclass(frozen=True)
 class ReadAlias:
-    """A setting whose value has others in it: `read` returns them by name, from the value and where it was written."""
+    """A setting whose value holds others: `read` returns them by name, from the value and where it was written."""
 
     read: Callable[[object, str], Mapping[str, object]]
     meaning: str
@@ -99,7 +99,7 @@ _NO_TREES = ChoiceAlias(
     RefusedName("drafts are chains, not trees: only 1 is supported"), {"1": InForce("drafts are chains")}
 )
 _OWN_TOKENS = ChoiceAlias(RefusedName("a request's drafts come from all of its own tokens; leave it out"))
-_EXACT = "only what the model draws too is accepted, so that answers never change"
+_EXACT = "only tokens that the model draws too are accepted, so that answers never change"
 _EXACT_THRESHOLD = ChoiceAlias(RefusedName(_EXACT), dict.fromkeys(("1", "1.0"), InForce(_EXACT)))
 _GRAMMAR_BACKEND = ChoiceAlias(
     RefusedName("outputs of a given form are held by llguidance, with every model; leave it out"),
@@ -109,7 +109,7 @@ _FORM_OF_A_REQUEST = SwitchAlias(
     on=RefusedName("a request asks for it, in its own `structured_outputs`; leave the flag out"),
     off=InForce("a request asks for it, in its own `structured_outputs`"),
 )
-_FOR_BOTH_MODELS = ChoiceAlias(RefusedName("the model's own setting counts for what drafts too; leave it out"))
+_FOR_BOTH_MODELS = ChoiceAlias(RefusedName("the model's own setting applies to the draft model too; leave it out"))
 
 _PRIORITIES = SwitchAlias(
     on=Sets("schedule_policy", "priority"), off=InForce("priorities count only with --schedule-policy priority")
@@ -220,7 +220,7 @@ ALIASES: Mapping[str, Alias] = types.MappingProxyType(
         "ngram_prompt_lookup_min": RenameAlias("prompt_lookup_min"),
         "speculative_ngram_max_match_window_size": RenameAlias("prompt_lookup_max"),
         "speculative_ngram_min_match_window_size": RenameAlias("prompt_lookup_min"),
-        "speculative_draft_tensor_parallel_size": SameAlias("tp_size", "what drafts runs on the model's devices"),
+        "speculative_draft_tensor_parallel_size": SameAlias("tp_size", "the draft model runs on the model's devices"),
         "speculative_eagle_topk": _NO_TREES,
         "speculative_ngram_min_bfs_breadth": _NO_TREES,
         "speculative_ngram_max_bfs_breadth": _NO_TREES,

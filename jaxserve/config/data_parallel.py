@@ -30,7 +30,7 @@ class Parallelism:
 
     @property
     def expert(self) -> int:
-        """The parts into which the devices of a rank divide the experts."""
+        """The number of parts into which the devices of a rank divide the experts."""
         return self.expert_parts // self.data if self.over_ranks else self.expert_parts
 
 

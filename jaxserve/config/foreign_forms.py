@@ -31,14 +31,14 @@ _SETTINGS: Mapping[str, str] = types.MappingProxyType(
         "posterior_alpha": "typical_acceptance_sampler_posterior_alpha",
     }
 )
-_FOR_BOTH = "the setting of the same name counts for the model and for what drafts; leave it out"
+_FOR_BOTH = "the setting of the same name applies to the model and to the draft model; leave it out"
 _AS_MEASURED = "measured times and acceptance decide how many tokens are drafted; leave it out"
-_FIXED = "how tokens are drafted can't be chosen so; leave it out"
+_FIXED = "each method has one way of drafting tokens; leave it out"
 _SUFFIX = "suffix decoding is not supported; method ngram drafts from the request's own tokens"
-_SYNTHETIC = "only what the model draws too is accepted, so that answers never change; leave it out"
+_SYNTHETIC = "only tokens that the model draws too are accepted, so that answers never change; leave it out"
 _REFUSED: Mapping[str, str] = types.MappingProxyType(
     {
-        "tensor_parallel_size": "write --tensor-parallel-size; what drafts runs on the same devices",
+        "tensor_parallel_size": "write --tensor-parallel-size; the draft model runs on the same devices",
         "max_model_len": "drafts have the context length of the model; leave it out",
         "revision": "give the folder of the revision as model",
         "code_revision": "code that comes with a checkpoint is never run; leave it out",
@@ -95,7 +95,7 @@ def _read(
 ) -> dict[str, object]:
     """Return the settings in a mapping or its JSON.
 
-    Keys whose value is null are left out, as are those not supported that are false. Raises `ConfigError`.
+    Keys whose value is null are left out, as are unsupported keys whose value is false. Raises `ConfigError`.
     """
     example = f"write it like '{example}'"
     if isinstance(value, str):

@@ -127,7 +127,7 @@ def _by_setting(givens: Iterable[GivenSetting], notes: list[str]) -> dict[str, S
 
 
 def _parts(given: GivenSetting) -> list[GivenSetting]:
-    """Return the settings that the value of `given` has in it, or else itself. Raise `ConfigError`."""
+    """Return the settings that the value of `given` holds, or else `given` alone. Raise `ConfigError`."""
     alias = aliases.ALIASES.get(given.key)
     if not isinstance(alias, aliases.ReadAlias):
         return [given]
@@ -136,7 +136,7 @@ def _parts(given: GivenSetting) -> list[GivenSetting]:
 
 
 def _set_implied_method(found: dict[str, SettingValue], notes: list[str]) -> None:
-    """Set the method of speculation that `speculative_model` means where none is given, as vLLM does."""
+    """Set the method of speculation that `speculative_model` implies if none is given, as vLLM does."""
     model = found.get("speculative_model")
     if model is None or model.value is None:
         return

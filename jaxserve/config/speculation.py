@@ -5,7 +5,7 @@ from __future__ import annotations
 from jaxserve.errors import ConfigError
 
 HEADS = ("eagle", "eagle3", "mtp")
-"""The methods that draft with what the model's hidden states tell."""
+"""The methods that draft from the model's hidden states."""
 
 _WITH_A_MODEL = ("draft", "eagle", "eagle3")
 _LOOKUP = (4, 2)  # prompt_lookup_max and prompt_lookup_min, if they are not set

@@ -38,7 +38,7 @@ HEAD_DIM = Range(2, 16_384)
 WIDTH = Range(1, 2**24)
 EXPERTS = Range(1, 4096)
 CONTEXT = Range(1, 2**30)
-# Of numbers that float32 computes with: less would be 0 there, or make infinity
+# float32 computes with these numbers: smaller ones would be 0 there, or make infinity
 NORM_EPSILON = Range(1e-30, 1)
 ROPE_THETA = Range(1, 1e15, open=True)
 ROPE_FACTOR = Range(1, 1e6)

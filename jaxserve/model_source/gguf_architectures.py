@@ -1,4 +1,4 @@
-"""What is particular to each GGUF architecture: a row for each, by the name that files have in `general.architecture`.
+"""The particulars of each GGUF architecture: a row for each, by the name that files have in `general.architecture`.
 
 A row says which of Hugging Face's models it is, which metadata and tensors it has besides those of all architectures,
 and what llama.cpp's converter changed. `gguf_config` and `weights.gguf` do the work; a new architecture is a new row.
@@ -39,7 +39,7 @@ class Architecture:
         local_theta: the default base of the rotation in layers with a window; 0: the base of the other layers. None:
             all layers have the same rotation.
     What is checked and what is ignored:
-        only: the only supported value of some keys; `ignored` begin keys that change nothing.
+        only: the only supported value of some keys. `ignored`: the beginnings of keys that change nothing.
         whole_yarn_factor: whether `rope.scaling.attn_factor` is all that YaRN multiplies by, not one factor more.
     Tensors:
         names: Hugging Face's names of a layer's tensors that aren't named as Llama's, by part of the layer or by part
@@ -77,7 +77,7 @@ class Architecture:
 
 
 def _query_scale(widest: int) -> Callable[[Mapping[str, Any]], Mapping[str, Any]]:
-    """Return what the queries of Gemma are scaled by; the 27B, told by its number of layers, has another than others.
+    """Return the scale of Gemma's queries, which differs in the 27B, the model with `widest` layers.
 
     No key says it; llama.cpp decides by the number of layers too.
     """

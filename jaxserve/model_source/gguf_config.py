@@ -26,7 +26,7 @@ from jaxserve.model_source.fields import (
 from jaxserve.model_source.gguf_architectures import ARCHITECTURES, Architecture
 from jaxserve.model_source.gguf_metadata import GGUFMetadata, Scalar
 
-# The other kind of norm's epsilon is written where a config.json has both
+# A file has the epsilons of both kinds of norms if its config.json had both
 _HARMLESS_KEYS = ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "attention.layer_norm_")
 _NON_NEGATIVE_LENGTH = Range(0, CONTEXT.most)
 _COUNT = Range(0, WIDTH.most)
@@ -216,7 +216,7 @@ def _present(
 
 
 def _rope_parameters(keys: _ArchitectureKeys, row: Architecture, head_dim: int, *, windowed: bool) -> dict[str, Any]:
-    """Return the rotation, or that of each type of layers."""
+    """Return the rotation, or one for each type of layers."""
     theta = keys.number("rope.freq_base", ROPE_THETA, 10000.0)
     rope = {"rope_theta": theta, "rope_type": "default", **_scaling(keys, row)}
     rope |= {field: keys.number(key, NON_NEGATIVE) for key, field in row.rope_numbers.items() if key in keys}

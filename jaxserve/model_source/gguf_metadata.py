@@ -1,4 +1,4 @@
-"""Reads the header of a GGUF file: its key-values and its tensor table. Files that a model is split into are one.
+"""Reads the header of a GGUF file: its key-values and its tensor table. The files of a split model are read as one.
 
 Arrays (such as a vocabulary of 150,000 strings) are decoded only when asked for, so that a config is read in
 milliseconds. Weights are never read, except for a small float32 tensor that is asked for by name. The format:
@@ -77,7 +77,7 @@ class _ArrayRef:
 
 
 class GGUFMetadata:
-    """The metadata of one file, and its tensors. Of a model in several files, the first has all tensors.
+    """The metadata of one file, and its tensors. The first file of a split model has the tensors of all its files.
 
     `number` is the file's place among several. Raises `ConfigError` unless all are complete little-endian GGUF 2 or 3
     files.

@@ -100,7 +100,7 @@ def read_config(source: ModelSource) -> dict[str, Any]:
 
 
 def resolve_local(model: str) -> ModelSource | None:
-    """Return what `model` names if its weights are files that need no download from the hub, else None.
+    """Return the model that `model` names if its weights are files that need no download from the hub, else None.
 
     Raises `ModelNotFoundError`.
     """
@@ -124,7 +124,7 @@ def _downloaded(repo: str) -> ModelSource | None:
 
 
 def fetch_config(model: str) -> dict[str, Any]:
-    """Return the config of what `--model` names, for callers that need no weights.
+    """Return the config of the model that `--model` names, for callers that need no weights.
 
     Downloads no weights from the hub, and accepts a config.json by itself. Raises `ModelNotFoundError`, `ConfigError`.
     """
@@ -159,7 +159,7 @@ def _folder(path: Path, name: str) -> ModelSource:
 def orbax_hint(path: Path) -> str:
     """Return a hint for an error message if `path` is an Orbax checkpoint but no complete folder of `jaxserve convert`.
 
-    Empty if it is no Orbax checkpoint.
+    The hint is empty if `path` is no Orbax checkpoint.
     """
     if (path.parent / CHECKPOINT_FILE).is_file():
         return f"; it is a part of {path.parent}: pass that folder"

@@ -14,7 +14,7 @@ _SERVERS = ("jaxserve:", "vllm:")
 
 @dataclasses.dataclass(frozen=True)
 class Acceptance:
-    """Counts of drafts, of their tokens that were verified, and of those accepted.
+    """Counts of drafts, of their verified tokens, and of the accepted ones.
 
     `by_position` counts the drafts whose token of each position was accepted.
     """
@@ -35,7 +35,7 @@ class Acceptance:
         return self.accepted / self.draft_tokens if self.draft_tokens else 0.0
 
     def since(self, before: Acceptance) -> Acceptance:
-        """Return the counts without those of `before`."""
+        """Return the counts minus the counts of `before`."""
         positions = zip_longest(self.by_position, before.by_position, fillvalue=0)
         return Acceptance(
             self.drafts - before.drafts,

@@ -1,6 +1,6 @@
 """The engine's statistics as Prometheus metric families, read at each scrape.
 
-Owns their names: those of vLLM and SGLang if they have one, both if they differ, with our prefix. Owns no numbers.
+Owns their names: vLLM's and SGLang's if they have one (both if they differ), with our prefix. Owns no numbers.
 """
 
 from __future__ import annotations
@@ -272,7 +272,7 @@ class EngineCollector:
         values: ValuesByLabels,
         *labels: str,
     ) -> Family:
-        """Return a family of a value for each tuple of values of `labels`, in their order."""
+        """Return a family with the value for each tuple of label values, which are in the order of `labels`."""
         family = kind(PREFIX + name, text, labels=["model_name", *labels])
         for key, value in values.items():
             family.add_metric([self._model_name, *key], value)

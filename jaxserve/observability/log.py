@@ -66,7 +66,7 @@ def decode_line(
 
     `usage` is as in `prefill_line`. `throughput` is in tokens per second. `bucket` is the size of the program that ran
     last and `fine` whether it is one of the finely spaced ones; `padding` is the share of empty rows since the previous
-    line. `acceptance` is that of the drafts since then, or None without speculative decoding.
+    line. `acceptance` counts the drafts since then, or is None without speculative decoding.
     """
     drafts = "" if acceptance is None else f"accept len: {acceptance.length:.2f}, accept rate: {acceptance.rate:.2f}, "
     return (

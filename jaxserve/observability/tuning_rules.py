@@ -1,6 +1,7 @@
-"""The advice of the tuning guides, as rules over samples of a server's metrics. Pure functions: no network, no clock.
+"""The advice of the tuning guides, as rules over samples of a server's metrics.
 
-Each rule looks at the samples and returns its advice with the figures that led to it, or None.
+Each rule looks at the samples and returns its advice with the figures that led to it, or None. The rules are pure
+functions, without network or clock.
 """
 
 from __future__ import annotations

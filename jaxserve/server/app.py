@@ -53,7 +53,7 @@ class _App(Router):
     Repeated and last slashes of a path are ignored where they lead to no route: clients that join a base URL and a path
     write them, and lose the body if they are redirected.
 
-    Not a `Starlette`, as every streamed token would pass through its error middleware; our routes answer errors.
+    It is no `Starlette`, as every streamed token would pass through its error middleware; our routes answer errors.
     """
 
     async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -77,7 +77,7 @@ def make_app(state: ServerState) -> Router:
     """Return the ASGI application for `state`; it answers in every phase of the server."""
     operations = [operation for operation, _ in (*_BODILESS, *_POSTS)]
     operations.append(Operation("GET", "/openapi.json", "This document"))
-    # Keyed by whether the model is loaded, since the schemas depend on the model.
+    # The key says whether the model is loaded, since the schemas depend on the model.
     documents: dict[bool, msgspec.Raw] = {}
 
     async def openapi(state: ServerState, exchange: HttpExchange) -> None:

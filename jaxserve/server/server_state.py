@@ -62,7 +62,7 @@ class PromptRenderer(Protocol):
 class LoadedModel:
     """A running engine with its tokenizer and chat template; `template_source` is empty for a model without one.
 
-    `grammars` checks the grammars of requests; `formats` are those of the model's answers.
+    `grammars` checks the grammars of requests; `formats` are the formats of the model's answers.
     """
 
     engine: Engine
@@ -75,7 +75,7 @@ class LoadedModel:
 
     @functools.cached_property
     def escaped_marks(self) -> EscapedMarks:
-        """How special tokens in texts of conversations are escaped. Raises `ConfigError` if they can't be."""
+        """The escaping of special tokens in texts of conversations. Raises `ConfigError` if they can't be escaped."""
         from jaxserve.text.tokenizers.escaped_marks import EscapedMarks
 
         return EscapedMarks(self.tokenizer)

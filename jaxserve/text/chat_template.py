@@ -258,10 +258,10 @@ def _find_fault(
     messages: Sequence[Message], problem: str, attempt: Callable[[Sequence[Message]], str | None], deadline: float
 ) -> int | None:
     """Return the index of the message at fault: the messages before it render, and with it and any that follow, the
-    template raises `problem`. None if there is no such message, or the processor time ends first.
+    template raises `problem`. Return None if there is no such message, or if the processor time ends first.
 
     `attempt` renders a conversation and returns its error. If even the first message fails, it is at fault only if a
-    question renders alone and not after it: something may be missing, or not be about the messages.
+    question renders alone and not after it: else something may be missing, or the messages may not be the cause.
     """
     for length in range(len(messages) - 1, 0, -1):
         if time.process_time() > deadline:

@@ -31,7 +31,7 @@ def sample_requests(
     """Return the requests for the `n` samples of one prompt, named `name`-0, -1 and so on.
 
     A higher `priority` is served first; only requests with the same `cache_salt` share cached prefixes. `grammar` is
-    that of `sampling.structured_outputs`, checked. Raises `InvalidRequestError` for a value out of range.
+    the checked grammar of `sampling.structured_outputs`. Raises `InvalidRequestError` for a value out of range.
     """
     check_patterns(sampling.stop_regex)
     stop_ids = _stop_ids(sampling, tokenizer, info.vocab_size)

@@ -1,6 +1,6 @@
-"""Tools in conversations: what templates want of calls, and a form for templates that know no tools.
+"""Tools in conversations: the forms of calls that templates want, and a form for templates that know no tools.
 
-Then the first message describes the tools, as Hermes' models read them, and calls and results become plain text.
+For the latter, the first message describes the tools, as Hermes' models read them, and calls and results become text.
 """
 
 from __future__ import annotations

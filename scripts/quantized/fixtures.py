@@ -99,7 +99,7 @@ def in_order(bits: int, group: int, *, symmetric: bool = True, version: Any = 1)
 
 def act_order(name: str, inputs: int, group: int, *, own: bool = False) -> Tensor:
     """Return the group of each input as `desc_act` leaves them: groups of inputs that follow each other by the size of
-    their activations. Layers with the same inputs have the same, unless each has its `own`."""
+    their activations. Layers with the same inputs have the same groups, unless each has its `own`."""
     shared = re.sub(r"\b[qkv]_proj", "qkv", re.sub(r"\b(gate|up)_proj", "gate_up", name))
     generator = torch.Generator().manual_seed(zlib.crc32((name if own else shared).encode()))
     group_of = torch.empty(inputs, dtype=torch.long)
@@ -394,4 +394,4 @@ MIXTURES: dict[str, Fixture] = {
         lambda name, weight: None,
     ),
 }
-"""Those whose experts are quantized, too; the experts of MXFP4 share tensors."""
+"""The fixtures whose experts are quantized too; the experts of MXFP4 share tensors."""

@@ -25,7 +25,7 @@ MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, 
 
 @dataclasses.dataclass(frozen=True)
 class Packed:
-    """What is stored of a weight, by the last part of each name, and the weight that it stands for."""
+    """The stored tensors of a weight, by the last part of each name, and the weight that they stand for."""
 
     tensors: dict[str, Tensor]
     weight: Tensor
@@ -42,7 +42,7 @@ class Grouped:
 
 
 def round_in_groups(weight: Tensor, group_of: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Grouped:
-    """Round each weight with the scale and zero of its input's group; `group_of` int `[in]`."""
+    """Round each weight with the scale and zero of its input's group; `group_of` is int `[in]`."""
     scales, zeros = scale.float()[:, group_of], zero[:, group_of]
     q = (torch.round(weight / scales) + zeros).clamp(0, 2**bits - 1)
     return Grouped(q.long(), scale, zero.long(), (q - zeros) * scales)
@@ -74,7 +74,7 @@ def as_int32(word: Tensor) -> Tensor:
 
 
 def awq(weight: Tensor, group: int) -> Packed:
-    """AutoAWQ's `gemm`: words hold eight neighbouring outputs of one input in the order 0 2 4 6 1 3 5 7."""
+    """Pack as AutoAWQ's `gemm`: words hold eight neighbouring outputs of one input in the order 0 2 4 6 1 3 5 7."""
     group_of = neighbours(weight.shape[1], group)
     parts = in_groups(weight, group_of)
     low, high = parts.amin(-1), parts.amax(-1)
@@ -90,8 +90,8 @@ def awq(weight: Tensor, group: int) -> Packed:
 
 
 def gptq(weight: Tensor, bits: int, group_of: Tensor, *, symmetric: bool, version: Literal[1, 2] = 1) -> Packed:
-    """GPTQ: words hold neighbouring inputs of one output. Version 1 stores each word of zeros less one in every field,
-    so that a zero of 0 borrows from the next field; GPTQModel's readers add the same number."""
+    """Pack as GPTQ: words hold neighbouring inputs of one output. Version 1 subtracts one from every field of a word of
+    zeros, so that a zero of 0 borrows from the next field; GPTQModel's readers add the same number."""
     parts = in_groups(weight, group_of)
     low, high = parts.amin(-1).clamp(max=0), parts.amax(-1).clamp(min=0)
     if symmetric:
@@ -108,8 +108,8 @@ def gptq(weight: Tensor, bits: int, group_of: Tensor, *, symmetric: bool, versio
 
 
 def pack_quantized(weight: Tensor, bits: int, group_of: Tensor, *, symmetric: bool, with_order: bool = False) -> Packed:
-    """compressed-tensors' `pack-quantized`: words hold neighbouring inputs of one output, but of zero points
-    neighbouring outputs of one group. Numbers are signed, and stored with 2^(bits - 1) added."""
+    """Pack as compressed-tensors' `pack-quantized`: words hold neighbouring inputs of one output, but those of zero
+    points hold neighbouring outputs of one group. Numbers are signed, and stored with 2^(bits - 1) added."""
     half = 2 ** (bits - 1)
     parts = in_groups(weight, group_of)
     low, high = parts.amin(-1).clamp(max=0), parts.amax(-1).clamp(min=0)
@@ -129,14 +129,14 @@ def pack_quantized(weight: Tensor, bits: int, group_of: Tensor, *, symmetric: bo
 
 
 def int8_channels(weight: Tensor) -> Packed:
-    """compressed-tensors' `int-quantized`: int8 with a scale for each output."""
+    """Pack as compressed-tensors' `int-quantized`: int8 with a scale for each output."""
     scale = (weight.abs().amax(1, keepdim=True) / 127.5).bfloat16()
     q = torch.round(weight / scale.float()).clamp(-128, 127)
     return Packed({"weight": q.to(torch.int8), "weight_scale": scale}, q * scale.float())
 
 
 def fp8(weight: Tensor, scales_name: str, scale: Tensor) -> Packed:
-    """Any of the fp8 formats: float8_e4m3fn, and a scale for the tensor, for each output `[out, 1]`, or for each block
+    """Pack in an fp8 format: float8_e4m3fn, and a scale for the tensor, for each output `[out, 1]`, or for each block
     of 128 × 128 `[ceil(out / 128), ceil(in / 128)]`."""
     spread = spread_blocks(scale.float(), weight.shape) if scale.ndim == 2 else scale.float()
     q = (weight / spread).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)

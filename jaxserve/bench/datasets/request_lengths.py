@@ -26,9 +26,9 @@ def request_lengths(conversation: BenchConversation, vocabulary: Vocabulary) -> 
 def check_context(
     conversations: Sequence[BenchConversation], lengths: Sequence[Sequence[int | None]], limit: int, *, chat: bool
 ) -> None:
-    """Raise `ConfigError` if a request can't fit a context of `limit` tokens. `lengths` are those of each conversation.
+    """Raise `ConfigError` if a request can't fit a context of `limit` tokens. `lengths` are by conversation.
 
-    Tokens that aren't known before the run, as those of earlier answers and of the chat template, don't count.
+    Tokens that aren't known before the run, such as those of earlier answers and of the chat template, don't count.
     """
     pairs = [
         (tokens or 1, prompt.output_tokens)

@@ -22,8 +22,8 @@ ENGINE = "engine"
 
 @dataclasses.dataclass(frozen=True)
 class StartupTimes:
-    """Seconds of one start. `total` lasts until /ready returns 200; `engine` holds the phases of the engine process, of
-    which weights, state and programs overlap; `api` is the time before that process starts and after it is ready."""
+    """Seconds of one start. `total` lasts until /ready returns 200; `engine` holds the phases of the engine process
+    (weights, state and programs overlap); `api` is the time before that process starts and after it is ready."""
 
     total: float
     api: float

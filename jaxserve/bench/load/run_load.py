@@ -43,8 +43,7 @@ class LoadRun:
         id_prefix: str = "",
         seed: int | None = None,
     ) -> None:
-        """`times` are the start times of the conversations in seconds. With a `seed`, request i has the seed `seed +
-        i`."""
+        """Take the start times of the conversations in seconds. With a `seed`, request i has the seed `seed + i`."""
         self._client, self._conversations, self._times = client, conversations, times
         self._open_limit = contextlib.nullcontext() if max_concurrency is None else asyncio.Semaphore(max_concurrency)
         self._seed = seed

@@ -1,4 +1,4 @@
-"""One measured run: `jaxserve bench serve` against a server. Its result file is either complete or absent."""
+"""Makes one measured run: `jaxserve bench serve` against a server. Its result file is either complete or absent."""
 
 from __future__ import annotations
 

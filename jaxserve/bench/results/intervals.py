@@ -1,6 +1,6 @@
 """Confidence intervals for a ratio of two measurements: bootstrap over a run's requests, Student's t over runs.
 
-Pure functions on numbers; metrics and files are handled elsewhere.
+The functions are pure and take numbers; metrics and files are handled elsewhere.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def ratio_of_runs(a: Sequence[float], b: Sequence[float], confidence: float) -> 
     """Return the ratio B/A of geometric means over repeated runs, with Student's t interval of their logarithms.
 
     Assumes equal variance, because a few runs can't show a difference in it; so a side with one run gets the variance
-    of the other. None if neither side has two runs. Values must be above 0.
+    of the other. Returns None if neither side has two runs. Values must be above 0.
     """
     logs_a, logs_b = np.log(a), np.log(b)
     freedom = len(a) + len(b) - 2

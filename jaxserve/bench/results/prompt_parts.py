@@ -1,4 +1,4 @@
-"""What the prompt tokens of chats consist of: the dataset's texts, earlier answers, and the template around them."""
+"""The parts of the prompt tokens of chats: the dataset's texts, earlier answers, and the template around them."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def prompt_parts(
 ) -> PromptParts | None:
     """Return the parts of the chats that succeeded; None if the server counted none, or their texts are unknown.
 
-    `lengths` are the dataset's tokens in the requests of each conversation (`request_lengths`); `count` counts those of
-    an answer.
+    `lengths` are the dataset's tokens in the requests of each conversation (`request_lengths`); `count` counts the
+    tokens of an answer.
     """
     left = iter(records)
     parts = []

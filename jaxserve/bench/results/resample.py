@@ -14,7 +14,7 @@ from jaxserve.bench.results.run_file import RawRequests, RunFile
 _MIN_BEYOND = 5
 # With fewer blocks, draws hardly differ and show no spread.
 _MIN_BLOCKS = 5
-# Enough gaps between tokens to estimate the spread of their quantiles; more only cost time.
+# This many gaps between tokens are enough to estimate the spread of their quantiles; more only cost time.
 _MAX_GAPS = 50_000
 
 

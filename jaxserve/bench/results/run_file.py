@@ -29,7 +29,7 @@ _HIGHER_IS_BETTER: dict[Kind, tuple[str, ...]] = {
     "latency": (),
 }
 LATENCY_METRICS = ("ttft", "tpot", "itl", "e2el")
-# Present only in results of a ramp-up.
+# Only results of a ramp-up have these keys.
 _RAMP_UP_KEYS = ("ramp_up_strategy", "ramp_up_start_rps", "ramp_up_end_rps")
 # Two loads differ if one of these keys is in both files with different values.
 _WORKLOAD_KEYS: dict[Kind, tuple[str, ...]] = {

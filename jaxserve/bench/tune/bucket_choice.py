@@ -1,7 +1,7 @@
 """Chooses the sizes of decode programs (`--cuda-graph-bs`) for an observed load: padding against number of programs.
 
-A step runs in the smallest program that holds its rows, and costs as much as a full one. Pure arithmetic on how often
-each number of rows occurred.
+A step runs in the smallest program that holds its rows, and costs as much as a full one. This module only calculates
+with the frequency of each number of rows.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Chooses the few values that `bench tune` tries, from the observed default run and the rules of the tuning guides.
 
-A setting that can't matter for the load is skipped with a reason. Pure functions: nothing runs here.
+A setting that can't matter for the load is skipped with a reason. The functions are pure: nothing runs here.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ _OF_RUNNING_SERVERS = ("host", "port", "api_key")
 
 @dataclasses.dataclass(frozen=True)
 class Side:
-    """One side: `server` if it runs already, else the `settings` to start it with. `text` is what was given for it."""
+    """One side: `server` if it runs already, else the `settings` to start it with. `text` is the argument as given."""
 
     name: str
     text: str

@@ -36,7 +36,7 @@ from jaxserve.observability.acceptance import Acceptance, read_acceptance
 _RETRY_SECONDS = 0.25
 _PROFILE_SECONDS = 600.0
 _METRICS_SECONDS = 5.0
-# Fields of --extra-body after which the dataset doesn't say how long requests are.
+# Fields of --extra-body that change the length of requests, so that the dataset doesn't tell it.
 _LENGTH_FIELDS = {"prompt", "messages", "max_tokens", "max_completion_tokens", "truncate_prompt_tokens"}
 
 

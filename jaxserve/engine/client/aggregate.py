@@ -19,7 +19,7 @@ def replica_name(number: int) -> str:
 
 
 def merge_info(infos: Sequence[EngineInfo]) -> EngineInfo:
-    """Merge the descriptions of the replicas. `free_bytes` is the smallest of theirs."""
+    """Merge the descriptions of the replicas. `free_bytes` is the smallest one."""
     phases = dict.fromkeys(phase for info in infos for phase in info.startup_seconds)
     return msgspec.structs.replace(
         infos[0],
@@ -39,7 +39,7 @@ def merge_info(infos: Sequence[EngineInfo]) -> EngineInfo:
 
 
 def merge_stats(readings: Sequence[EngineStats]) -> EngineStats:
-    """Merge the readings of the replicas. `token_usage` is the share of the pages of all."""
+    """Merge the readings of the replicas. `token_usage` is computed anew from the added pages."""
     sums = {
         name: sum(getattr(reading, name) for reading in readings)
         for name in EngineStats.__struct_fields__

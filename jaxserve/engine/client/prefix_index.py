@@ -31,7 +31,7 @@ class PrefixIndex:
 
     def __init__(self, num_pages: int) -> None:
         self._num_pages = num_pages
-        # In order of eviction: the least recently used prefix first, and its end first, as the engine evicts leaves.
+        # It is in order of eviction: the least recently used prefix first, its end first, as the engine evicts leaves.
         self._pages: OrderedDict[object, None] = OrderedDict()
 
     def __len__(self) -> int:

@@ -80,7 +80,7 @@ class EngineLoop:
             if len(self._in_flight) == 1:
                 events += self._collect_draws()
             events += self._collect()
-        # What the newest step draws is there as soon as the one before it is done.
+        # The draws of the newest step are there as soon as the step before it is done.
         return events + self._collect_draws() + self._scheduler.take_events()
 
     def flush(self) -> list[TokenEvent]:
@@ -99,7 +99,7 @@ class EngineLoop:
         return num_pages
 
     def stats(self, *, check: bool = False) -> EngineStats:
-        """Return the engine's counters and sizes; with `check`, also what takes time to find."""
+        """Return the engine's counters and sizes; with `check`, also those that take time to find."""
         stats = self._scheduler.stats()
         compiles = self._executor.compiles_after_ready
         problems = tuple(self._scheduler.check_integrity()) if check else ()
@@ -114,7 +114,7 @@ class EngineLoop:
         return stats
 
     def _collect_draws(self) -> list[TokenEvent]:
-        """Commit what the newest step in flight draws before it computes anything, if that has not been done."""
+        """Commit the draws that the newest step in flight makes before it computes, unless they are committed."""
         if not self._drawing:
             return []
         self._drawing = False

@@ -39,7 +39,7 @@ class StepLog:
                 prefill_line(
                     new_seq=len(plan.opens),
                     new_token=sum(chunk.length for chunk in chunks),
-                    # Not the plan's cached tokens: a restart after a retraction does not count as a hit.
+                    # The plan's cached tokens include restarts after a retraction, which don't count as hits.
                     cached_token=stats.cache_hit_tokens - self._hits_before,
                     usage=_usage(stats),
                     running=stats.num_running,

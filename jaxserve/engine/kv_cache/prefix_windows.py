@@ -1,7 +1,7 @@
-"""The pages of windows in the prefix tree: how far a prefix can be used, who uses its last window, what a node lacks.
+"""The pages of windows in the prefix tree: how far a prefix can be used, its window's users, the pages a node lacks.
 
 It works on the nodes of the tree, which the radix cache owns, and on the pages and copies of each KV group that has a
-window. A request counts as user of the pages it needs, so that they are not evicted.
+window. A request counts as a user of the pages it needs, so that they are not evicted.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class PrefixWindows:
         return [[] for _ in self._stores]
 
     def usable(self, path: Iterator[tuple[RadixNode, int]]) -> list[tuple[RadixNode, int]]:
-        """Return the part of a path up to the last node after which a whole window is there, of each group."""
+        """Return the part of a path up to the last node before whose end each group has a whole window."""
         found = list(path)
         if not self.groups:
             return found
@@ -66,7 +66,7 @@ class PrefixWindows:
         return found[:usable]
 
     def hold(self, node: RadixNode) -> list[HeldWindow]:
-        """Count a request as user of the last window of the prefix that ends at `node`; return the pages by group."""
+        """Count a request as a user of the last window of the prefix that ends at `node`; return the pages by group."""
         if not self.groups:
             return []
         num_pages = sum(one.length for one in _path(node))
@@ -80,14 +80,14 @@ class PrefixWindows:
                 self._tier.release_window(group, part.slots)
 
     def allocate(self, group: int, count: int) -> list[int]:
-        """Take pages for a request, evicting cached ones if needed; they are available."""
+        """Take pages for a request, evicting cached ones if needed; the caller makes sure that there are enough."""
         window = self.groups[group]
         if count > window.num_free:
             window.make_room(count, self._tier.save_evicted_window)
         return window.allocate(count)
 
     def load(self, held: Sequence[HeldWindow]) -> list[WindowRun]:
-        """Load the pages that are only in host memory, and return all pages of each window; they are available."""
+        """Load the pages that are only in host memory, for which there is room; return all pages of each window."""
         runs = []
         for group, one in enumerate(held):
             pages: list[int] = []

@@ -5,8 +5,8 @@ its cached prefix. Unlocked nodes can be evicted, the least recently used leaves
 tier has a copy of stays in the tree without pages; it is loaded into new pages when a request needs it. The cache takes
 pages over from requests and returns them to the pool. It knows no requests, only nodes.
 
-This holds for the first KV group, which keeps whole sequences. Of the groups with a window, a node has pages for the
-end of its run, and a prefix is found only as far as the pages of a window before its end are there: `prefix_windows`.
+This holds for the first KV group, which keeps whole sequences. Of a group with a window, a node has pages for the end
+of its run only. A prefix is found only as far as the pages of a window before its end are there: `prefix_windows`.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ class RadixNode:
     of a resident node are resident. `locks` counts the requests whose prefix ends at this node or below it. A flush
     removes a node from the tree and marks it `detached`: it keeps its pages while it is locked, and no lookup finds it.
 
-    `windows` are the pages of KV groups with a window, and then their copies in host memory: a list for each, of pages
-    for the end of the run. A host-only node has no window pages on the device.
+    `windows` has a list of pages for each KV group with a window, and then a list of host slots for each, all for the
+    end of the run. A host-only node has no window pages on the device.
     """
 
     __slots__ = (
@@ -136,9 +136,9 @@ def descendants(root: RadixNode) -> Iterator[RadixNode]:
 
 
 def walk(node: RadixNode, tokens: list[int], limit: int, page_size: int) -> Iterator[tuple[RadixNode, int]]:
-    """Yield the nodes below `node` along `tokens[:limit]`, and how many pages of each match: of all but the last, all.
+    """Yield the nodes below `node` along `tokens[:limit]`, and how many pages of each match.
 
-    The caller may split a node that it got.
+    Only the last node may match in part. The caller may split a node that it got.
     """
     end = min(len(tokens), limit) // page_size * page_size
     at = 0

@@ -2,9 +2,9 @@
 
 A query sees only the last positions before it, so a request gives its pages up one after the other while it runs, and a
 prefix can be used again if the pages of the last window before its end are there. A page is free when neither a request
-nor a node of the prefix tree has it. A node has pages for the end of its run only: they are evicted from the front, the
-pages that a longer prefix doesn't need before those of the last window, each time of the least recently used node. The
-same holds for copies in host memory, which requests use only while they are loaded.
+nor a node of the prefix tree has it. A node has pages for the end of its run only, because they are evicted from the
+front: first the pages that a longer prefix doesn't need, then those of the last window, each time of the least recently
+used node. The same holds for copies in host memory, which requests use only while they are loaded.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class WindowPages:
 
     @property
     def num_free(self) -> int:
-        """The number of pages that belong to nothing."""
+        """The number of pages that no request and no node has."""
         return self._pool.num_free
 
     @property
@@ -114,7 +114,7 @@ class WindowPages:
         self._drop(node, slice(max(0, len(pages) - count), len(pages)))
 
     def moved(self, node: RadixNode) -> None:
-        """Record that a node has got pages of another one, which was split."""
+        """Record that a node has taken over pages of a node that was split."""
         for page in self.of(node):
             self._nodes[page] = node
         self._push(node)

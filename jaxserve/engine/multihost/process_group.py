@@ -39,7 +39,7 @@ class ProcessExit(msgspec.Struct, frozen=True):
 
 
 class ProcessStatus(msgspec.Struct, frozen=True):
-    """What each heartbeat carries: the number of compiles that the process made after it was ready."""
+    """The content of a heartbeat: the number of compiles that the process made after it was ready."""
 
     compiles: int = 0
 

@@ -68,7 +68,7 @@ class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class StepEvents(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """What one step produced for one API process."""
+    """The events that one step produced for one API process, and the metrics after it."""
 
     events: list[TokenEvent]
     stats: EngineStats
@@ -151,7 +151,7 @@ def _undecodable(message: bytes, problem: Exception) -> UndecodableCommand:
 
 
 class _Endpoint:
-    """Sockets in a ZeroMQ context of their own, so that closing it frees them all. A context manager."""
+    """Sockets in a ZeroMQ context of their own, so that closing it frees them all; a Python context manager."""
 
     def __init__(self) -> None:
         self._context = zmq.Context()

@@ -86,7 +86,8 @@ class NewTokenRatio:
 
 
 def reserved_tokens(running: Iterable[Request], ratio: float) -> float:
-    """Return how many more tokens running requests are expected to produce: `ratio` of what they may."""
+    """Return how many more tokens running requests are expected to produce: `ratio` of the tokens left to each, which
+    count up to a limit."""
     return ratio * sum(min(r.max_new_tokens - r.num_planned_outputs, _MAX_RESERVED_TOKENS) for r in running)
 
 

@@ -12,7 +12,7 @@ _LEAST_WAIT, _MOST_WAIT = 0.005, 0.05
 
 
 class AwaitingRequests:
-    """Requests whose grammars are followed by `grammars`, until `take` returns them. False if there are none."""
+    """Requests whose grammars are followed by `grammars`, until `take` returns them. It is false if there are none."""
 
     def __init__(self, grammars: Grammars) -> None:
         self._grammars = grammars

@@ -1,6 +1,6 @@
 """The token budget of a step: the limits of prefill, and cuts to the size of a smaller program.
 
-Pure arithmetic on token counts; it knows no requests and no pages.
+It only calculates with token counts, and knows no requests and no pages.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 
-# Prompt tokens of a step that decodes alone make as long as it may be.
+# The prompt tokens that a step may have even if its decodes leave no time for them.
 _LEAST_PREFILL = 16
 
 
@@ -38,7 +38,7 @@ class PrefillBudget:
         return max(0, min(self._prefill_left[rank], limit - self.totals[rank]))
 
     def limit(self, rank: int, tokens: int) -> None:
-        """Limit the whole step to `tokens`: what it holds already counts. A few prefill tokens are always left."""
+        """Limit the step to `tokens`, including those that it holds already. A few prefill tokens are always left."""
         self._prefill_left[rank] = min(self._prefill_left[rank], max(tokens - self.totals[rank], _LEAST_PREFILL))
 
     def add_chunk(self, rank: int, length: int, *, prompt_logprobs: bool) -> None:

@@ -11,13 +11,13 @@ from jaxserve.engine.scheduling.rank import Rank
 from jaxserve.engine.scheduling.request import Request
 from jaxserve.step_plan import Chunk, Draw
 
-# The most forced tokens that a step computes of a request.
+# The most forced tokens of one request that a step computes.
 _MAX_RUN = 64
 
 
 @dataclasses.dataclass
 class Drawing:
-    """Of a step, the draws within grammars with their requests, and the requests with a run of forced tokens.
+    """The draws within grammars of one step with their requests, and the requests with a run of forced tokens.
 
     Until it is known whether runs are computed `one_by_one`, they wait in `forced`, by rank.
     """

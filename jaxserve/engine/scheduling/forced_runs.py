@@ -22,7 +22,7 @@ class ForcedRuns:
     def together(self, decodes: Sequence[int], runs: Sequence[Sequence[int]]) -> bool:
         """Return whether to compute runs of `runs[r]` tokens whole, in the same step as the `decodes[r]` of rank r.
 
-        They are if that takes less time than a decode step now, and one row in such steps for each token left.
+        The alternative is one decode step now, and later one row of a decode step for each token that is left.
         """
         rows = list(map(len, runs))
         num_left = sum(map(sum, runs)) - sum(rows)
@@ -31,6 +31,6 @@ class ForcedRuns:
             return False
         tokens = max(own + sum(run) for own, run in zip(decodes, runs))
         mixed = self._times.of_mixed(tokens)
-        if mixed is None:  # grows with the root of its tokens: between reading weights and multiplying
+        if mixed is None:  # it grows with the root of its tokens: between reading weights and multiplying
             mixed = decode * math.sqrt(max(self._times.mixed_size(tokens) / FREE_TOKENS, 1.0))
         return mixed - decode < num_left * decode / (sum(decodes) + sum(rows))

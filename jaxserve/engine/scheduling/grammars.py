@@ -1,4 +1,4 @@
-"""Which tokens may follow in requests with a grammar, found in threads while the device runs.
+"""Finds the tokens that may follow in requests with a grammar, in threads while the device runs.
 
 Grammars are texts of llguidance, which compiles them and follows the output of each request. All of that happens in
 threads, and llguidance holds no interpreter lock meanwhile: a slow grammar delays only its own request. A request's
@@ -20,7 +20,7 @@ from jaxserve.api_types import MAX_LEXER_STATES
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-# Compiled grammars that are kept, and matchers of each that no request uses: these know their grammar's states already.
+# Compiled grammars that are kept, and for each the unused matchers, which know their grammar's states already.
 _KEPT_GRAMMARS = 64
 _KEPT_MATCHERS = 16
 _MAX_THREADS = 4
@@ -32,7 +32,7 @@ _MAX_SECONDS = 1.0
 
 
 class Allowed(NamedTuple):
-    """What may follow: first the tokens `forced`, then one whose bit is set in `tokens`; or the output is `complete`.
+    """The tokens that may follow: first `forced`, then one whose bit is set in `tokens`; or the output is `complete`.
 
     `error` says why the grammar can't be followed any further.
     """
@@ -67,7 +67,7 @@ class RequestGrammar:
         self._queue: list[int] = []
 
     def next(self) -> Allowed | None:
-        """Return what may follow the tokens pushed so far, or None if it isn't known yet."""
+        """Return the tokens that may follow those pushed so far, or None if they aren't known yet."""
         if self._queue:
             return Allowed(tokens=_only(self._queue[0]))
         if self.job is None or not self.job.done():
@@ -100,7 +100,7 @@ class Grammars:
         self._slow_threads = ThreadPoolExecutor(_SLOW_THREADS, "jaxserve-slow-grammar")
 
     def submit(self, grammars: Sequence[RequestGrammar]) -> None:
-        """Find out what may follow the tokens pushed to these grammars. One that must be compiled counts as slow."""
+        """Start to find the tokens that may follow in these grammars. One that must be compiled counts as slow."""
         for grammar in grammars:
             if grammar.matcher is None:
                 grammar.is_slow = grammar.text not in self._kept
@@ -115,7 +115,7 @@ class Grammars:
                 grammar.job = self._slow_threads.submit(self._follow_all, [grammar])
 
     def wait(self, grammars: Iterable[RequestGrammar], seconds: float, *, also_slow: bool) -> None:
-        """Wait until all quick ones of these grammars are known; with `also_slow`, until any is."""
+        """Wait up to `seconds` until the next tokens of all quick grammars are known; with `also_slow`, of any one."""
         jobs = {one.job for one in grammars if one.job is not None and (also_slow or not one.is_slow)}
         if jobs:
             wait(jobs, seconds, return_when="FIRST_COMPLETED" if also_slow else "ALL_COMPLETED")

@@ -28,7 +28,7 @@ from jaxserve.step_plan import Capacity, Chunk, DraftRead, PageCopy, SlotOpen, S
 class _Decodes:
     """The decodes of a step while it is planned: their requests, and the pages that each adds.
 
-    `tokens` counts the tokens of each rank so far, forced ones included. `greedy` tells whether all are.
+    `tokens` counts the tokens of each rank so far, forced ones included. `greedy` tells whether all decodes are greedy.
     """
 
     tokens: list[int]
@@ -56,7 +56,7 @@ class _Decodes:
 
 @dataclasses.dataclass
 class _ChosenDrafts:
-    """The tokens of each decode of a step with its draft; with a draft model, what it reads and how far it drafts."""
+    """The length of each decode with its draft; with a draft model, its reads and the number of steps it drafts."""
 
     lengths: list[int]
     reads: list[DraftRead] = dataclasses.field(default_factory=list)
@@ -186,7 +186,7 @@ class Planner:
         return saves, loads
 
     def _plan_decodes(self, rank: Rank, decoding: Iterable[Request], decodes: _Decodes, drawing: Drawing) -> None:
-        """Add the decoding requests of a rank; of those with a grammar, the ones whose next token is known or can be
+        """Add the decoding requests of a rank. A request with a grammar is added if its next token is known or can be
         drawn."""
         page_size, no_pages = self._page_size, self._no_pages
         requests, pages, before = decodes.requests, decodes.pages, len(decodes.requests)
@@ -298,7 +298,8 @@ class Planner:
         decodes.requests, decodes.pages, drafts.lengths = map(list, zip(*in_order))
 
     def _read_for_drafts(self, rank: Rank, request: Request, reads: list[DraftRead]) -> bool:
-        """Let a draft model read what it lacks of a sequence, as far as the step has room; return whether it has."""
+        """Let a draft model read the unread tokens of a sequence, as far as the step has room; return whether few
+        enough are left for it to draft."""
         unread = request.num_planned_tokens - request.num_read_tokens  # before this step
         room = self._most_read - sum(read.length for read in reads if read.rank == rank.index)
         length = min(unread - self._max_unread, room)

@@ -27,9 +27,9 @@ _MAX_PASSED = 16
 class PrefillChooser:
     """Chooses chunks of at most `prefill_tokens` together on each rank, in steps of at most `step_tokens`.
 
-    While requests decode, a prompt that takes several steps gets no more of each than it computes in
-    `mixed_step_seconds`, by the `times` of others; 0 is no limit. `num_deferred` is how many waiting requests the last
-    choice deferred because another request computes their prefix.
+    While requests decode, a step with a part of a prompt that takes several steps has at most as many tokens as it
+    computes in `mixed_step_seconds`, by the measured `times`; 0 is no limit. `num_deferred` is how many waiting
+    requests the last choice deferred because another request computes their prefix.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class PrefillChooser:
         return chosen
 
     def _limit(self, budget: PrefillBudget, rank: Rank, num_tokens: int) -> None:
-        """Leave less of a budget for a prompt that takes several steps, while others decode."""
+        """Reduce the budget of a step for a prompt that takes several steps, while others decode."""
         takes_several = self._mixed_step_seconds > 0 and num_tokens > self._prefill_tokens
         if takes_several and any(other.decoding for other in self._table.ranks):
             budget.limit(rank.index, self._times.most_tokens(self._mixed_step_seconds))

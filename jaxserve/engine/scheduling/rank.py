@@ -138,7 +138,7 @@ class Rank:
         pages.extend(new)
         if not self.windows:
             return (tuple(new),)
-        # The step of this plan neither reads what is given up here nor minds that another request writes it.
+        # The step of this plan doesn't read the pages that are given up here, so that another request may write them.
         if not drafts:
             self.give_up_passed(request)
         added = [tuple(new)]
@@ -178,10 +178,10 @@ class Rank:
             self.pool.read_by_draft[page] = 1
 
     def _num_read_by_draft(self, pages: Sequence[int]) -> int:
-        """Return how many tokens from the first one on a draft model has read.
+        """Return the number of tokens, from the first one on, that a draft model has read.
 
         A head reads the last token of a page together with the next one, which may have been another. That makes its
-        drafts a little worse, but to read it again would do so to those of other requests that have the page.
+        drafts a little worse, but reading it again would do the same to other requests that have the page.
         """
         read = next((index for index, page in enumerate(pages) if not self.pool.read_by_draft[page]), len(pages))
         return read * self.pool.page_size
@@ -216,10 +216,10 @@ class Rank:
             group.pop(request.request_id, None)
 
     def release_planned(self) -> None:
-        """Free what the steps planned before no longer need when the next one runs.
+        """Free slots and pages that the steps planned before no longer need when the next one runs.
 
-        These are the slots and pages of requests whose last token is planned, and of prompts the pages that were
-        written and are no longer seen.
+        These are the slots and pages of requests whose last token is planned, and the written pages of prompts that no
+        later query sees.
         """
         for request in self.finishing.values():
             self._free(request)

@@ -2,9 +2,9 @@
 
 It counts tokens in three ways. *Planned* tokens are in a step that was handed to the device. *Computed* tokens are in a
 step whose result has been committed; the difference is in flight. *Fill* tokens were known to the host when the request
-took its slot (the prompt, and after a retraction its output too): they are computed in chunks; after them each step
-adds one token, or several if it verifies drafts: then planned tokens count all that may be accepted, of which
-*unverified* ones are drafts in flight. The scheduler makes all decisions.
+took its slot (the prompt, and after a retraction its output too). They are computed in chunks. After them each step
+adds one token, or several if it verifies drafts. Drafts in flight are planned but *unverified*; rejected ones are taken
+back. The scheduler makes all decisions.
 """
 
 from __future__ import annotations
@@ -251,7 +251,7 @@ class Request:
         logprobs: list[TokenLogprobs] | None = None,
         error: str | None = None,
     ) -> TokenEvent:
-        """Return the event that ends the request; of `logprobs`, those of `token_ids`."""
+        """Return the event that ends the request, with as many of `logprobs` as there are `token_ids`."""
         return TokenEvent(
             self.request_id,
             token_ids,

@@ -318,7 +318,7 @@ class Scheduler:
         )
 
     def _use(self, request: Request, found: Allowed) -> None:
-        """Let a request go on as its grammar says. At its limit, that decides only why it ends."""
+        """Let a request go on as its grammar says. At its token limit, the grammar decides only why it ends."""
         if len(request.output_ids) >= request.max_new_tokens:
             ends = found.complete and not found.forced
             self._events.append(self._finish(request, FinishReason.STOP if ends else FinishReason.LENGTH))

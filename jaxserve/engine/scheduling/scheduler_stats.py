@@ -48,7 +48,7 @@ class SchedulerStats:
         self._steps_by_tokens[bisect.bisect_left(STEP_TOKEN_BUCKETS, num_tokens)] += 1
 
     def count_starts(self, requests: Iterable[Request], now: float) -> None:
-        """Count queue time and cache hits of those of the starting requests that start for the first time."""
+        """Count queue time and cache hits of the starting requests that start for the first time."""
         for request in requests:
             if request.num_starts == 1:
                 request.queue_seconds = now - request.arrived_at

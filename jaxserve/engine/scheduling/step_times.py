@@ -1,11 +1,11 @@
-"""How long steps take, from measured ones: those of decodes by their rows, those with prompts by their tokens."""
+"""The measured times of steps: those of decodes by their rows, those with prompts by their tokens."""
 
 from __future__ import annotations
 
 from jaxserve.engine.speculation.step_costs import StepCosts
 from jaxserve.step_plan import Capacity, StepPlan
 
-# Tokens of a first step with a prompt beside decodes, before any was measured.
+# The most tokens of a step with a prompt beside decodes before any such step was measured.
 _FIRST_TOKENS = 128
 
 
@@ -27,7 +27,7 @@ class StepTimes:
         return self._costs.of(("decode", self._capacity.bucket("decode", rows)))
 
     def mixed_size(self, tokens: int) -> int:
-        """Return how many tokens the program computes that holds a step with prompts."""
+        """Return the size of the program that holds a step with prompts of this many tokens in all."""
         return self._capacity.bucket("mixed", tokens)
 
     def of_mixed(self, tokens: int) -> float | None:
@@ -35,9 +35,9 @@ class StepTimes:
         return self._costs.hoped(("mixed", self.mixed_size(tokens)))
 
     def most_tokens(self, seconds: float) -> int:
-        """Return the most tokens of a step with prompts that takes no longer: at least those of the smallest program.
+        """Return the most tokens of a step with prompts that takes at most `seconds`: at least the smallest program's.
 
-        One that was never measured takes at most as long for each token as the next smaller one.
+        A program that was never measured is taken to need as long for each token as the next smaller one.
         """
         sizes = self._capacity.buckets("mixed")
         most, known = sizes[0], None

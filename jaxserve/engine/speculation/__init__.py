@@ -1,1 +1,1 @@
-"""Whether and how far drafts are verified."""
+"""Decides whether drafts are verified, and how many tokens of each."""

@@ -3,10 +3,10 @@
 A step that verifies drafts takes longer than a decode step and yields more tokens, if drafts are accepted. So of the
 programs that hold the running requests, the one with the most expected tokens a second runs; if that is the decode
 program, nothing is verified. A decode step shows at no cost whether the first token of a draft that was looked up
-would have been accepted, so that acceptance is known even while nothing is verified. A draft model only drafts what is
-verified, so that now and then a step verifies some to learn how much is accepted.
+would have been accepted, so that acceptance is known even while nothing is verified. A draft model only drafts tokens
+that are verified, so now and then a step verifies some to learn how many are accepted.
 
-A step that computes prompts takes as long as its program has tokens, of which prompts rarely fill all. Drafts that were
+The time of a step that computes prompts depends on the size of its program, which prompts rarely fill. Drafts that were
 looked up fill the rest.
 """
 
@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from jaxserve.engine.speculation.step_costs import FREE_TOKENS, STALE_STEPS, StepCosts
 from jaxserve.step_plan import Capacity
 
-# The weight of a draft token in the acceptance of its request, and in that which new requests are assumed to have.
+# The weight of a draft token in the acceptance of its request, and in the acceptance assumed for new requests.
 _WEIGHT = 0.2
 _WEIGHT_FOR_NEW = 0.002
 _INITIAL, _INITIAL_OF_A_MODEL = 0.3, 0.6
@@ -117,7 +117,7 @@ class Speculation:
                     continue  # these drafts fit a smaller step, which would run instead
                 drafting = steps * draft_seconds
                 seconds = self._costs.of((size, steps))
-                if seconds is None:  # grows with the root of its tokens: between reading weights and multiplying
+                if seconds is None:  # it grows with the root of its tokens: between reading weights and multiplying
                     seconds = known_seconds * math.sqrt(max(size / known_size, 1.0)) + drafting
                 else:
                     known_size, known_seconds = size, max(seconds - drafting, decode_seconds)
@@ -138,7 +138,7 @@ class Speculation:
         return lengths if gained else None
 
     def draft_steps(self, longest: int) -> int:
-        """Return how many tokens a draft model drafts for each request, if the longest draft to verify is as long."""
+        """Return how many tokens a draft model drafts for each request if the longest verified draft has `longest`."""
         return self._draft_steps[bisect.bisect_left(self._draft_steps, longest)]
 
     def level(self, request: DraftedRequest) -> int:
@@ -149,7 +149,7 @@ class Speculation:
         return min(int(rate * _LEVELS), _LEVELS - 1)
 
     def count(self, request: DraftedRequest, proposed: int, accepted: int, *, verified: bool) -> None:
-        """Count the draft of a committed chunk: `proposed` tokens were compared, and `accepted` of them the same."""
+        """Count the draft of a committed chunk: `proposed` tokens were compared, and `accepted` of them were equal."""
         if self._by_model and not verified:
             return
         rate = self._new_acceptance if request.acceptance is None else request.acceptance

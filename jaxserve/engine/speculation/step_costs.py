@@ -1,14 +1,14 @@
-"""What steps cost: recent durations of the programs that ran them."""
+"""The costs of steps: recent durations of the programs that ran them."""
 
 from __future__ import annotations
 
 import statistics
 from collections import deque
 
-# The median of the last few durations: a step that was held up does not count.
+# The median of this many last durations counts, so that a step that was held up does not.
 _REMEMBERED = 5
 
-# Each time this many steps have passed without a program, it is hoped to take less by this factor: so one slow
+# Whenever a program has not run for this many steps, its hoped time is multiplied by `_STALE_BONUS`, so that one slow
 # measurement does not rule it out for good.
 STALE_STEPS = 200
 _STALE_BONUS = 0.8

@@ -27,8 +27,8 @@ from jaxserve.text.output import OutputDelta
 class AnswerPlan:
     """How the answers of a request are read: by `formats`, each of which reads the content of the one before.
 
-    Without formats an answer is content only. `reasons`: whether reasoning is told from content; then `shows_reasoning`
-    says whether the client gets it. `held` is the form of calls that a grammar holds in a free answer. With
+    Without formats an answer is content only. `reasons` says whether reasoning is told from content, `shows_reasoning`
+    whether the client gets it. `held` is the form of calls that a grammar holds in a free answer. With
     `reads_special_tokens`, the marks in answers are special tokens, and the text must have these.
     """
 
@@ -56,8 +56,8 @@ class Place(enum.Enum):
 def place_in_reasoning(marks: Thinking | None, prompt: str, last_text: str, *, continues: bool) -> Place:
     """Return where an answer to a prompt begins.
 
-    What counts are the marks that follow the text of the last message; with `continues`, the answer continues that
-    message, and the marks in it and directly before it count.
+    The marks that follow the text of the last message count; with `continues`, the answer continues that message, and
+    the marks in it and directly before it count.
     """
     if marks is None:
         return Place.BEFORE

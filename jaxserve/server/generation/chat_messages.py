@@ -159,7 +159,7 @@ def _prepare(number: int, given: dict[str, Any], source: str) -> dict[str, Any]:
 def _call(call: MessageCall) -> dict[str, Any]:
     """Return a call as most templates expect it, with its arguments as an object.
 
-    Others stay the text they are: models write such, and an answer may have been cut off within them.
+    Arguments that are no object stay text: models write such, and an answer may have been cut off within them.
     """
     arguments = call.function.arguments
     if isinstance(arguments, str):

@@ -1,4 +1,4 @@
-"""From the messages of a conversation to the ids of its prompt, the grammar of its answers, and how these are read."""
+"""Turns a conversation into the ids of its prompt, the grammar of its answers, and the plan by which these are read."""
 
 from __future__ import annotations
 

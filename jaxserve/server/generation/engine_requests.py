@@ -24,7 +24,7 @@ async def compile_grammar(state: ServerState, loaded: LoadedModel, asked: tuple[
 
 
 async def check_grammar(state: ServerState, loaded: LoadedModel, make: Callable[[], str], *, param: str) -> str:
-    """Return the grammar that `make` returns, or "" if it is that, as `compile_grammar` does."""
+    """Return the grammar that `make` returns, checked; "" is none. Raises as `compile_grammar` does."""
     loop = asyncio.get_running_loop()
     return await loop.run_in_executor(state.grammar_threads, lambda: loaded.grammars.check(make, param=param))
 
@@ -41,7 +41,7 @@ def engine_requests(
 ) -> list[EngineRequest]:
     """Return `n` requests for each prompt, in the order of the choices: prompt index * n + sample.
 
-    `grammars` are those of the prompts' outputs, "" for none. Ids are unique even if a client uses its own twice.
+    `grammars` has one for each prompt's outputs, "" for none. Ids are unique even if a client uses its own twice.
     """
     unique_id = f"{response_id}-{uuid.uuid4().hex}"
     return [

@@ -24,7 +24,7 @@ class ContentPart(msgspec.Struct):
 class MessageFunction(msgspec.Struct):
     """The function of a call, with its arguments as an object or as JSON text, whatever that holds.
 
-    Clients send calls back with fields of their own, as the `parsed_arguments` of OpenAI's.
+    Clients send calls back with fields of their own, such as OpenAI's `parsed_arguments`.
     """
 
     name: str

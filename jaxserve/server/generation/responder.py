@@ -1,7 +1,7 @@
 """Answers a request that generates, whole or as server-sent events, from the same parts.
 
-A route brings a `ResponseShape`. What an answer consists of, its end and its token counts come from here, as does what
-happens when a client disconnects, aborts its request, or the engine fails: a stream has exactly one end.
+A route brings a `ResponseShape`. The parts of an answer, its end and its token counts come from here. A stream has
+exactly one end, also when a client disconnects, aborts its request, or the engine fails.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class TotalUsage(NamedTuple):
 class ResponseChoice:
     """One choice of a response, which is one sequence.
 
-    `started`: an event of its stream has been made. `num_tokens` are those of its output so far, and `ended_at` is when
-    it ended, by `time.perf_counter()`.
+    `started` says that an event of its stream has been made. `num_tokens` counts the tokens of its output so far, and
+    `ended_at` is when it ended, by `time.perf_counter()`.
     """
 
     def __init__(self, index: int, prompt_ids: list[int], plan: AnswerPlan | None) -> None:
@@ -121,7 +121,7 @@ async def respond(
     parts: Mapping[str, tuple[int, ...]] | None = None,
     plan: AnswerPlan | None = None,
 ) -> None:
-    """Run `requests` and send one response, whose choices are theirs.
+    """Run `requests` and send one response, with a choice for each.
 
     With a `plan`, answers are taken apart by it. `/abort_request` finds the response by `ids` and the id of the HTTP
     request, and some of its choices by the ids in `parts`.

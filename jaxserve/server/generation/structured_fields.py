@@ -13,7 +13,7 @@ from jaxserve.server.http.fields import Text, accepts_only
 
 _Schema = dict[str, Any] | str
 
-# What the older fields of vLLM and those of SGLang are called in `StructuredOutputs`.
+# The names in `StructuredOutputs` of vLLM's older fields and of SGLang's.
 _FORMS = {
     "guided_json": "json",
     "guided_regex": "regex",

@@ -27,7 +27,7 @@ class ToolFunction(msgspec.Struct, forbid_unknown_fields=True):
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
-    # What agents say to servers that load tools later or bill caches: inert.
+    # Agents send these to servers that load tools later or bill caches; they have no effect.
     cache_control: Any = None
     defer_loading: Any = None
 
@@ -117,7 +117,7 @@ def tool_use(tools: list[Tool] | None, choice: ToolChoice | None, *, several: bo
 
 
 def _check(function: ToolFunction, first: ToolFunction, where: str) -> None:
-    """Raise `InvalidRequestError` for a function that can't be called, or one of an earlier one's name.
+    """Raise `InvalidRequestError` for a function that can't be called, or that has the name of a different one.
 
     `first` is the first function of this name: it may be there several times.
     """

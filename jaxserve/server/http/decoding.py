@@ -52,8 +52,8 @@ def _check_size(body: bytes) -> None:
 
 
 def _with_integers(body: bytes, error: msgspec.ValidationError) -> bytes:
-    """Return a body with integers where it has numbers like 72.0, which are integers in JSON too, and some clients
-    write so. Raises `error` unless it is about one."""
+    """Return a body with integers in place of numbers like 72.0, as some clients write integers. Raises `error` unless
+    it is about one."""
     if "`, got `float`" not in str(error):
         raise error
     fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])

@@ -97,7 +97,7 @@ StopStrings = Text | Annotated[list[Text], Meta(max_length=MAX_STOP_STRINGS)]
 _Pattern = Annotated[str, Meta(min_length=1, max_length=512, extra_json_schema={"format": "regex"})]
 StopPatterns = _Pattern | Annotated[list[_Pattern], Meta(max_length=MAX_STOP_STRINGS)]
 StopIds = Annotated[list[VocabularyId], Meta(max_length=MAX_STOP_IDS, extra_json_schema=bound_at_load("stop_ids"))]
-# Checked where they are used, since errors there can name the key and the value.
+# Keys and values are checked where they are used, since errors there can name both.
 _Key = Annotated[str, Meta(extra_json_schema={"pattern": TOKEN_KEY, **bound_at_load("token_key")})]
 _Bias = Annotated[float, Meta(extra_json_schema={"minimum": -100, "maximum": 100})]
 LogitBias = Annotated[dict[_Key, _Bias], Meta(extra_json_schema={"maxProperties": MAX_LOGIT_BIAS})]

@@ -1,4 +1,4 @@
-"""What every request gets: an id, which is the client's `X-Request-Id` or a new one, and a record of its answer."""
+"""Gives every request an id, which is the client's `X-Request-Id` or a new one, and records its answer."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from jaxserve.server.errors import HttpError, to_http_error
 
 DONE = b"data: [DONE]\n\n"
 
-# What some clients take for the end of a line, though only CR and LF end one in an event: NEL, LS and PS.
+# NEL, LS and PS: some clients take them for the end of a line, though only CR and LF end one in an event.
 _LINE_BREAKS = {b"\xc2\x85": b"\\u0085", b"\xe2\x80\xa8": b"\\u2028", b"\xe2\x80\xa9": b"\\u2029"}
 
 _HEADERS = [

@@ -20,7 +20,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class OpenAIShape(ResponseShape):
-    """The shape of the response to `request`. Of a chunk with text only, `before` and `after` are the JSON around it.
+    """The shape of the response to `request`. In a chunk with text only, `before` and `after` are the JSON around it.
 
     A stream whose client asks for log probabilities or token ids is not `plain`: its chunks have more than text. With
     `continuous_usage_stats`, every chunk has the token counts of its choice so far.

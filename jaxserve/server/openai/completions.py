@@ -94,7 +94,7 @@ def _samplings(loaded: LoadedModel, request: CompletionRequest, prompts: list[li
 
 @dataclass
 class _EchoedChoice:
-    """The echoed prompt of a choice, and what its log probabilities wait for."""
+    """The echoed prompt of a choice, and the tokens whose log probabilities wait for their text."""
 
     echoed: str
     prompt_offsets: list[int]

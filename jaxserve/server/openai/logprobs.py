@@ -54,8 +54,8 @@ def extend(all_of: CompletionLogprobs, more: CompletionLogprobs) -> None:
 
 
 def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> ChatLogprobs:
-    """Return the shape of chat completions. As in vLLM, the chosen token is the first of its alternatives, before the
-    likeliest ones, and one of their number."""
+    """Return the shape of chat completions. As in vLLM, the chosen token is the first of the alternatives, before the
+    likeliest ones, and counts as one of them."""
 
     def named(token: int, logprob: float) -> tuple[str, float, list[int]]:
         return tokenizer.token_text(token), max(logprob, LOGPROB_FLOOR), list(tokenizer.token_bytes(token))

@@ -95,7 +95,7 @@ class OpenAIFields(_FirstFields, kw_only=True, forbid_unknown_fields=True):
     request_id: Name | None = None
     rid: Name | None = None
 
-    # The user, storage and billing at OpenAI: inert, so any value is accepted.
+    # These are for the user, storage and billing at OpenAI. They are inert here, so any value is accepted.
     user: Any = None
     metadata: Any = None
     safety_identifier: Any = None

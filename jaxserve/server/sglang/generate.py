@@ -119,7 +119,7 @@ def _sampling(
 
 @dataclass
 class _GenerateShape(ResponseShape):
-    """The shape of a response. `ids` are those of the outputs."""
+    """The shape of a response. `ids` are the ids of the outputs."""
 
     tokenizer: Tokenizer
     request: GenerateRequest

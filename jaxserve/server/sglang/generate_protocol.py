@@ -30,7 +30,7 @@ from jaxserve.server.http.fields import (
     requires,
 )
 
-# What fields of `SamplingParams` are called here
+# The names that fields of `SamplingParams` have here
 _NAMES = {
     "max_tokens": "max_new_tokens",
     "min_tokens": "min_new_tokens",

@@ -1,4 +1,4 @@
-"""One answer: its text in, its reasoning, content and calls out."""
+"""Takes one answer apart, from its text into reasoning, content and calls."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from jaxserve.text.answers.reader import AnswerParser, Format, Part
 
 
 class Answer:
-    """Takes an answer apart by several formats, each of which reads what is content to the one before."""
+    """Takes an answer apart by several formats, each of which reads the content that the one before found."""
 
     def __init__(self, formats: Sequence[Format]) -> None:
         self._parsers = [AnswerParser(format) for format in formats]

@@ -1,4 +1,4 @@
-"""The texts around calls of tools and in them: what such a form consists of, and calls written in one."""
+"""The texts around calls of tools and in them, and calls written with such texts."""
 
 from __future__ import annotations
 

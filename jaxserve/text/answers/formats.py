@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CallFormat:
-    """How a model writes calls: `text` has the texts of a call, and `read` returns the reader of calls of some tools,
-    JSON schemas of the parameters by function.
+    """How a model writes calls: `text` has the texts of a call, and `read` returns the reader of calls of tools, which
+    are JSON schemas of the parameters by function.
 
     `others` are other names of the format, after "-" has become "_". A template that contains one of `in_templates` is
     written for it. `short_ids`: templates want ids of nine characters. Without `text`, calls are messages in channels.
@@ -65,7 +65,7 @@ class CallFormat:
 
 @dataclass(frozen=True)
 class ReasoningFormat:
-    """How a model writes reasoning: between `marks`, or in a channel if there are none. Else as in `CallFormat`."""
+    """How a model writes reasoning: between `marks`, or without them in a channel. `CallFormat` explains the others."""
 
     name: str
     in_templates: tuple[str, ...]
@@ -78,7 +78,7 @@ class ReasoningFormat:
         return self.marks is None
 
     def read(self, *, inside: bool) -> Format:
-        """Return the reader of an answer that begins with reasoning, or not, or `inside` of it."""
+        """Return the reader of an answer that may begin with reasoning, or begins `inside` of it."""
         return harmony if self.marks is None else thinking(self.marks, inside=inside)
 
 
@@ -194,8 +194,8 @@ class AnswerFormats(NamedTuple):
 def choose_formats(template: str, *, calls: str | None = None, reasoning: str | None = None) -> AnswerFormats:
     """Return the formats with these names (`--tool-call-parser`, `--reasoning-parser`), or those of a chat template.
 
-    Raises `ConfigError` for an unknown name, and for calls in channels beside reasoning that isn't. Calls of a template
-    that knows none are written as Hermes does.
+    Raises `ConfigError` for an unknown name, and for calls in channels beside reasoning that is not in a channel. If a
+    template knows no calls, they are written as Hermes writes them.
     """
     call = None if calls is None else _named(calls, _CALLS, "--tool-call-parser")
     thought = None if reasoning is None else _named(reasoning, _REASONING, "--reasoning-parser")

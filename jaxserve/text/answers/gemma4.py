@@ -10,14 +10,14 @@ from jaxserve.text.answers.reader import Reader, Steps
 
 BEGIN, END, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 _CALL = re.compile(r"\s*call:([\w.\-/]{1,256})\s*(?=\{)")
-# A text between Gemma's quotes, one between those of JSON, what gives objects and lists their form, or anything else.
+# A text between Gemma's quotes, one between JSON's quotes, a bracket, comma or colon, or anything else.
 _PART = re.compile(
     r'<\|"\|>(.*?)<\|"\|>|("(?:[^"\\]|\\.)*")|\s*([{}\[\],:])\s*|((?:<(?!\|"\|>)|[^<{}\[\],:])+)', re.DOTALL
 )
 
 
 def gemma4(reader: Reader) -> Steps[None]:
-    """Read calls between their marks; what is between marks and no call is content."""
+    """Read calls between their marks; any other text between marks is content."""
     while True:
         blanks, mark = yield from reader.copy("content", BEGIN)
         if not mark:
@@ -32,7 +32,7 @@ def gemma4(reader: Reader) -> Steps[None]:
 
 
 def _json(text: str) -> str:
-    """Return a value of Gemma's notation in JSON, or what is no JSON if it isn't one."""
+    """Return a value of Gemma's notation as JSON; if it isn't one, the result is no JSON."""
     found = []
     at = 0
     for part in _PART.finditer(text):

@@ -12,7 +12,7 @@ _ENDS = (END, "<|return|>", "<|call|>")
 MARKS = (START, CHANNEL, MESSAGE, *_ENDS)
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.\-]{1,256})")
-# What a limit of tokens may leave of a header.
+# The beginning of a header, as a limit of tokens may leave it.
 _CUT_HEADER = re.compile(r"(<\|start\|>\w*)?[\w\s=.]*(<\|channel\|>)?[\w\s=.]*")
 
 

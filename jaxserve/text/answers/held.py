@@ -1,4 +1,4 @@
-"""The grammar of a whole answer: what a client asks for comes after the reasoning, and in the channel for it."""
+"""The grammar of a whole answer: the form that a client asks for comes after the reasoning, in the channel for it."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def channels_grammar(
     form: str, tools: Mapping[str, Any], tokenizer: Tokenizer, *, required: bool, strict: Collection[str] = ()
 ) -> str:
     """Return the grammar of an answer of gpt-oss, which may begin with analysis: a final message in the grammar `form`,
-    or any if that is "", or a call of one of `tools`; with `required`, only such a call. Those in `strict` are held
-    whole, or not at all. Raises `ValueError` for what can't be held."""
+    or any if that is "", or a call of one of `tools`; with `required`, only such a call. Schemas of tools in `strict`
+    are held whole, or not at all. Raises `ValueError` for what can't be held."""
     start, channel, message, end = (lark_text(text, tokenizer) for text in (START, CHANNEL, MESSAGE, END))
     constrain = lark_text("<|constrain|>", tokenizer)
     answers = [] if required else ["final"]

@@ -1,6 +1,6 @@
 """Calls that a grammar holds: their form, the grammar, and how the calls are read while they are written.
 
-In an answer that may have none, they are written as the model does it. An answer that must have some is nothing but
+In an answer that may have none, they are written as the model writes them. An answer that must have some is nothing but
 calls: in the model's form where their arguments are JSON, else as a JSON list.
 """
 
@@ -41,7 +41,7 @@ def calls_grammar(
 ) -> str:
     """Return the grammar of one call or `several` of `tools`, JSON schemas of the arguments by function.
 
-    Those in `strict` are held whole, or not at all. Raises `ValueError` for what can't be held.
+    Schemas of tools in `strict` are held whole, or not at all. Raises `ValueError` for what can't be held.
     """
     return _lark("start: calls", _call_rules(form, tools, tokenizer, several=several, strict=strict))
 
@@ -49,7 +49,7 @@ def calls_grammar(
 def free_calls_grammar(
     form: CallText, tools: Mapping[str, Any], tokenizer: Tokenizer, *, several: bool, strict: Collection[str] = ()
 ) -> str:
-    """Return the grammar of any text, in which what is read as a call is one of `tools`. Raises as `calls_grammar`."""
+    """Return the grammar of any text whose calls, as they are read, are of `tools`. Raises as `calls_grammar` does."""
     if form.answer:  # calls are all of an answer
         other = rf"TEXT: {ANY} & ~/\s*{form.answer}(?s:.*)/"
         return _lark(
@@ -61,7 +61,7 @@ def free_calls_grammar(
     assert mark is not None
     if tokenizer.special_id(mark[0]) is not None:
         return _lark("start: TEXT calls?", [text, *_call_rules(form, tools, tokenizer, several=several, strict=strict)])
-    # Text and a mark that is no token of its own must be one terminal: else the text would take the mark for text.
+    # Text and a mark that is no token of its own must be one terminal: else the text would include the mark.
     rest = beginning[mark.end() :]
     form = form._replace(opening=rest) if form.opening else form._replace(begin=rest)
     rules = _call_rules(form, tools, tokenizer, several=several and bool(form.closing), strict=strict)

@@ -112,7 +112,7 @@ class _Values:
     def options(self, schema: Schema, name: str, terminal: str) -> tuple[list[str], list[str]]:
         """Return the alternatives for a value, with the text after it, and the terminals that they use.
 
-        The names of those begin with `terminal`.
+        The terminals' names begin with `terminal`.
         """
         if not self._form.stops or (self._types and "string" not in self._types):
             return [f"{self._grammar.expression(self._reader, schema)} {self._end}"], []
@@ -141,7 +141,7 @@ class _Values:
         return options, terminals
 
     def _is_read(self, shape: Shape) -> bool:
-        """Return whether JSON of a shape is read as what it is."""
+        """Return whether JSON of a shape is read as a value of its type, not as a text."""
         if self._form.quote:
             return True
         kind = _kind(shape)
@@ -151,7 +151,7 @@ class _Values:
         """Return the terminal of a text, and what follows it.
 
         It doesn't begin like JSON that would be read as a value the schema doesn't allow. The text and a mark after it
-        that is no token of its own are one terminal: else the text would take it for text.
+        that is no token of its own are one terminal: else the text would include the mark.
         """
         form = self._form
         terminal = without(form.stops)

@@ -37,7 +37,7 @@ def marked_json(begins: tuple[str, ...], end: str) -> Format:
 
 
 def mistral(reader: Reader) -> Steps[None]:
-    """Mistral's calls: `[TOOL_CALLS]` and a JSON list, or in newer models `[TOOL_CALLS]name[ARGS]{…}` for each."""
+    """Read Mistral's calls: `[TOOL_CALLS]` and a JSON list, or in newer models `[TOOL_CALLS]name[ARGS]{…}` for each."""
     begin = "[TOOL_CALLS]"
     while True:
         blanks, mark = yield from reader.copy("content", begin)
@@ -60,7 +60,7 @@ def mistral(reader: Reader) -> Steps[None]:
 
 
 def deepseek_v3(reader: Reader) -> Steps[None]:
-    """DeepSeek's calls, one after another: in V3 and R1 with a type and JSON in a code block, in V3.1 plain."""
+    """Read DeepSeek's calls, one after another: in V3 and R1 with a type and JSON in a code block, in V3.1 plain."""
     section, begin, middle, end = (f"<｜tool▁{name}｜>" for name in ("calls▁begin", "call▁begin", "sep", "call▁end"))
     section_end = "<｜tool▁calls▁end｜>"
     while True:

@@ -56,7 +56,7 @@ def members(text: str) -> dict[str, str]:
 
 
 def elements(text: str) -> list[str]:
-    """Return the JSON texts of the elements of a JSON list, as they stand; of anything else, only itself."""
+    """Return the JSON texts of the elements of a JSON list, as they stand; any other text is its only element."""
     if not text.startswith("["):
         return [text]
     found = []
@@ -71,7 +71,7 @@ def elements(text: str) -> list[str]:
 
 
 def follow(text: str, at: int, depth: int = 0, in_string: bool = False) -> tuple[int, int, bool]:
-    """Follow a JSON object or list to its end, where `depth` is 0, or to the end of what is there.
+    """Follow a JSON object or list to its end, where `depth` is 0, or to the end of the text.
 
     Return that place, and the state to go on from there.
     """

@@ -13,8 +13,8 @@ from jaxserve.text.answers.reader import Format, Reader, Steps
 
 
 class Markup(NamedTuple):
-    """How calls are written: what begins and ends them, patterns of the beginning of a call, of its end and of the
-    beginning of a parameter, and what ends the value of a parameter."""
+    """How calls are written: the marks that begin and end them, and patterns of the beginning and the end of a call, of
+    the beginning of a parameter, and of the end of its value."""
 
     begins: tuple[str, ...]
     end: str
@@ -51,7 +51,7 @@ GLM45 = Markup(
 
 
 def markup(form: Markup, tools: Mapping[str, Any]) -> Format:
-    """Return the format of calls of `tools`, JSON schemas of the parameters by function, which give values types."""
+    """Return the format of calls of `tools`, JSON schemas of the parameters by function, which give values' types."""
 
     def read(reader: Reader) -> Steps[None]:
         while True:

@@ -8,7 +8,7 @@ from typing import Any
 from jaxserve.text.answers.json_text import type_of
 from jaxserve.text.grammars.json_schema import resolved
 
-# Schemas within schemas that are looked at.
+# The depth to which schemas within schemas are looked at.
 _MAX_DEPTH = 20
 
 

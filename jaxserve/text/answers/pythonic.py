@@ -1,5 +1,5 @@
-"""Formats whose calls are Python's: that of Llama 4 and others, an answer that is nothing but a list of calls,
-`[f(a=1), g(b="x")]`, and that of OLMo 3, lines between marks."""
+"""Formats whose calls are Python's. Llama 4 and others write nothing but a list of calls, `[f(a=1), g(b="x")]`; OLMo 3
+writes lines between marks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def pythonic(names: Collection[str]) -> Format:
 
 
 def olmo3(reader: Reader) -> Steps[None]:
-    """OLMo 3's calls: Python's, a line for each, between `<function_calls>` and its end."""
+    """Read OLMo 3's calls: Python's, a line for each, between `<function_calls>` and its end."""
     while True:
         blanks, mark = yield from reader.copy("content", "<function_calls>")
         if not mark:
@@ -77,7 +77,7 @@ def _call(node: ast.AST | None) -> tuple[str, str]:
 
 
 def _json(node: ast.expr) -> str:
-    """Return a literal in JSON, whose names count too."""
+    """Return a literal as JSON; the names true, false and null of JSON count as literals too."""
     match node:
         case ast.Name(id=name) if name in _NAMES:
             return name

@@ -65,11 +65,11 @@ class Reader:
         self._parts += (Part("call", name), Part("arguments", arguments))
 
     def begin_reasoning(self) -> None:
-        """What is read from here on is reasoning."""
+        """Count the text read from here on as reasoning."""
         self.reasoning_end = sys.maxsize
 
     def end_reasoning(self) -> None:
-        """What was read so far ends with reasoning."""
+        """End the reasoning where the text read so far ends."""
         self.reasoning_end = self._num_read
 
     def take_parts(self) -> list[Part]:

@@ -65,7 +65,7 @@ def _grammar(value: str, _: StructuredOutputs) -> str:
 
     try:
         return LLMatcher.grammar_from_lark(any_to_lark(value))
-    except Exception as error:  # the converter raises what it happens to
+    except Exception as error:  # the converter may raise any error
         raise ValueError(f"it is neither Lark nor GBNF: {error}") from error
 
 

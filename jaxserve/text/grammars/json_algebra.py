@@ -27,7 +27,7 @@ from jaxserve.text.grammars.json_shapes import (
 from jaxserve.text.grammars.numbers import Bound, integer_ends
 from jaxserve.text.grammars.patterns import Node
 
-# Values that are listed one by one, shapes of one schema, and patterns of keys in an object.
+# The most values that are listed one by one, shapes of one schema, and patterns of keys in an object.
 MAX_LISTED = 64
 _MAX_SHAPES = 4096
 _MAX_PATTERNS = 5
@@ -128,7 +128,7 @@ class Algebra:
         )
 
     def value_of(self, shape: Object, name: str) -> Schema:
-        """Return what the value of a key must match that is none of the object's properties."""
+        """Return the schema of the value of a key that is none of the object's properties."""
         found = ANY
         for keys in shape.open:
             matching = [schema for pattern, schema in keys.patterns if patterns.matches(pattern, name)]
@@ -190,7 +190,7 @@ class Algebra:
         return most if values is None else _least_of(most, len(values))
 
     def known_keys(self, shape: Object) -> dict[str, Schema]:
-        """Return the keys that are named, and those of patterns with few texts, with what their values must match."""
+        """Return the keys that are named, or that patterns with few texts match, with the schemas of their values."""
         found = dict(shape.properties)
         for name in self._few_names(shape):
             if name not in found:
@@ -217,7 +217,7 @@ class Algebra:
         return any(True for _ in self.open_keys(shape))
 
     def open_keys(self, shape: Object) -> Iterator[tuple[list[Node], list[Node], Schema]]:
-        """Yield each kind of other keys: the patterns it matches, those it doesn't, and what its values must match."""
+        """Yield each kind of other keys: the patterns it matches, those it doesn't, and the schema of its values."""
         if any(one.values is not None or self._is_empty(one) for one in shape.names):
             return
         infinite = [

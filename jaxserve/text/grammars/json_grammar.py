@@ -59,7 +59,7 @@ class JsonGrammar:
         self._terminals: dict[str, tuple[str, str]] = {}
         self._references: dict[tuple[int, Ref], str] = {}
         self._left: dict[str, None] = {}
-        self._readers: list[SchemaReader] = []  # as the keys of references have their ids
+        self._readers: list[SchemaReader] = []  # kept alive, because the keys of references have their ids
         space = f"(?:{_escaped(blanks)})?" if blanks else ""
         self._open, self._open_list = (self._terminal(rf"/\{mark}{space}/") for mark in "{[")
         self._close, self._close_list = (self._terminal(rf"/{space}\{mark}/") for mark in "}]")
@@ -194,7 +194,7 @@ class JsonGrammar:
         )
 
     def _distinct(self, values: Sequence[str], least: int, most: int) -> str:
-        """Return a list of different values, whose bits say which of them have been used."""
+        """Return the expression of a list of different values; a bit for each says whether it has been used."""
         items = [self._terminal(f"/{value}/") for value in values]
         name = f"{self._prefix}_{len(self._rules)}"
         further = [
@@ -258,7 +258,7 @@ class JsonGrammar:
         return self._counted(members, needed, further, counts)
 
     def _counted(self, members: list[str], needed: list[bool], further: str, counts: _Counts) -> str:
-        """Return the same with counts of the members so far, which never lead where no end is allowed."""
+        """Return the same with counts of the members so far, so that an allowed end can always be reached."""
         number = len(self._rules)
         names = [f"{self._prefix}_{number + index}" for index in range(len(members) + 1)]
         last = names[-1]

@@ -1,7 +1,7 @@
 """Reads JSON schemas (drafts 4 to 2020-12) as shapes.
 
 Keywords that ask nothing of any value are passed over: notes, formats that aren't known, null, and values without an
-effect. What asks something that can't be held is refused with its place.
+effect. A keyword that asks something that can't be held is refused with its place.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _OF_OBJECTS = (
     "minProperties", "maxProperties", "propertyNames",
 )  # fmt: skip
 _OF_TYPES = frozenset(("type", *_OF_NUMBERS, *_OF_TEXTS, *_OF_LISTS, *_OF_OBJECTS))
-# What asks nothing, or what other keywords read.
+# Keywords that ask nothing, or that other keywords read.
 _WITHOUT_EFFECT: dict[str, Callable[[Any, Mapping[str, Any]], bool]] = {
     "$dynamicRef": lambda *_: False,
     "$recursiveRef": lambda *_: False,
@@ -308,7 +308,7 @@ class SchemaReader:
         return (Object(tuple(properties.items()), (keys,), tuple(dict.fromkeys(required)), least, most, names, where),)
 
     def _key_names(self, schema: Any, where: str) -> tuple[Text, ...]:
-        """Return what all keys must match."""
+        """Return the texts that all keys must match."""
         shapes = [one for one in self.algebra.shapes(self.read(schema, where)) if isinstance(one, Text)]
         if len(shapes) > 1 and all(one.values is not None for one in shapes):
             shapes = [Text(values=tuple(value for one in shapes for value in one.values or ()))]

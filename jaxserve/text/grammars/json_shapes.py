@@ -79,7 +79,7 @@ class List:
 
 @dataclass(frozen=True)
 class OpenKeys:
-    """What the values of keys must match that no property names: all patterns of the key, or `others` without any."""
+    """The schemas of values whose keys no property names: those of all patterns that the key matches, else `others`."""
 
     patterns: tuple[tuple[Node, Schema], ...]
     others: Schema

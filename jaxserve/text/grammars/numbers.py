@@ -78,7 +78,7 @@ def integer_regex(low: Bound | None, high: Bound | None) -> str:
 def _naturals(least: int, most: int | None, fraction: int = 0, longest: int | None = None) -> str:
     """Return the expression of the natural numbers from `least` to `most`, with `fraction` digits after a point.
 
-    Those of more than `longest` digits in all are left out.
+    Numbers of more than `longest` digits in all are left out.
     """
     if most is not None and least > most:
         return ""
@@ -162,7 +162,7 @@ def number_regex(low: Bound | None, high: Bound | None) -> str:
 
 
 def _may_round_onto_open_end(low: Bound | None, high: Bound | None) -> bool:
-    """Whether a number with as many digits as either bound has may be an open bound once it is a 64-bit float."""
+    """Return whether a number with as many digits as a bound may be an open bound once it is a 64-bit float."""
     values = [end.value for end in (low, high) if end is not None]
     most = max(len(value.normalize().as_tuple().digits) for value in values)
     fraction = max((_num_fraction_digits(value) for value in values if abs(value) >= _SMALLEST), default=0)

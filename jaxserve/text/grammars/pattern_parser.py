@@ -205,7 +205,7 @@ class _PatternParser:
     def _escaped(self, start: int, *, wide: bool = False) -> str | Ranges:
         """Return what follows a backslash: a character, or the set of a named class.
 
-        JavaScript and Python differ in some classes: the set is of what both match, or `wide`, of what any matches.
+        JavaScript and Python differ in some classes: the set has what both match, or with `wide` what either matches.
         """
         letter = self._next()
         wide = wide != letter.isupper()

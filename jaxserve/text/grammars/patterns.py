@@ -24,19 +24,19 @@ class Chars(NamedTuple):
 
 
 class Sequence(NamedTuple):
-    """One after another; nothing is the empty text."""
+    """Parts one after another; without parts, the empty text."""
 
     parts: tuple[Node, ...]
 
 
 class Choice(NamedTuple):
-    """Any of some; nothing matches if there are none."""
+    """Any of some options; nothing matches if there are none."""
 
     options: tuple[Node, ...]
 
 
 class Repeat(NamedTuple):
-    """A node at least and at most so many times; None is without end."""
+    """A node `least` to `most` times; None is no limit."""
 
     node: Node
     least: int

@@ -46,8 +46,8 @@ def _format(value: Any) -> Any:
 class _StructuralTag:
     """Collects the rules of one grammar. Each method returns an expression in Lark for a format and what follows it.
 
-    That is one of the texts `ends`, or the end of the output if there are none; None stands for anything else, so that
-    free text would not know where it ends.
+    One of the texts `ends` follows, or the end of the output if there are none. If `ends` is None, anything else may
+    follow, so that free text would not know where it ends.
     """
 
     def __init__(self, json_grammar: JsonGrammar, grammar_of: Callable[[str], str]) -> None:

@@ -1,4 +1,5 @@
-"""Tries grammars: compiles them, and draws outputs from them, of which none may lead nowhere. Runs in a child."""
+"""Tries grammars in a child: compiles them, and draws outputs, which must never reach a place where no token may follow
+and the output may not end."""
 
 from __future__ import annotations
 

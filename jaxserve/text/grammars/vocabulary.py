@@ -42,9 +42,9 @@ def make_vocabulary(tokens: Tokens, encode: Callable[[str], list[int]]) -> LLTok
 def load_vocabulary(tokenizer: Tokenizer) -> LLTokenizer:
     """Return llguidance's vocabulary of a tokenizer.
 
-    It encodes forced text as the tokenizer does within a text, but never as a special token: what is spelled like one
-    is a text. That is written in llguidance's own longest tokens, as is a text to which the tokenizer would add
-    anything, as SentencePiece adds a blank before it.
+    It encodes forced text as the tokenizer does within a text, but never as a special token. A text that is spelled
+    like one is written in llguidance's own longest tokens, as is a text to which the tokenizer would add anything, as
+    SentencePiece adds a blank before it.
     """
     tokens = tokens_of(tokenizer)
     special = frozenset(tokens.special_ids)

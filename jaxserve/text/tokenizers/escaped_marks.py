@@ -111,7 +111,7 @@ class EscapedMarks:
 
 def _with_special_tokens(tokenizer: Tokenizer, texts: list[str]) -> Tokenizer:
     """Return a tokenizer with more special tokens. All of them are found as they are spelled, before the text around
-    them is normalized: what normalization turns into one is none."""
+    them is normalized: a text that only normalization turns into one is not found."""
     content = json.loads(tokenizer.to_json())
     for token in content["added_tokens"]:
         token["normalized"] = token["normalized"] and not token["special"]

@@ -30,8 +30,8 @@ class PieceKind(enum.IntEnum):
 
 
 class Piece(NamedTuple):
-    """A piece and what it is. One that isn't normal and is found whole in a text may take the white space beside it
-    along (`lstrip`, `rstrip`)."""
+    """A piece and its kind. One that isn't normal and is found whole in a text may take the white space beside it along
+    (`lstrip`, `rstrip`)."""
 
     text: str
     score: float

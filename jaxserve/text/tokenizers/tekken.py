@@ -99,7 +99,7 @@ def _words(fields: Fields) -> list[bytes]:
 
 
 def _merges(texts: list[str]) -> list[tuple[str, str]]:
-    """Return the merges of a vocabulary whose order is that of its merges: every split of a token into two others."""
+    """Return the merges of a vocabulary that is in the order of its merges: every split of a token into two others."""
     ranks = {text: rank for rank, text in enumerate(texts)}
     merges: list[tuple[str, str]] = []
     for text in texts:

@@ -56,7 +56,7 @@ class Tokenizer:
 
     def with_turn_end(self, written: str) -> Tokenizer:
         """Return this tokenizer with one more id in `eos_ids`: the special token that begins `written`, the text after
-        an assistant's turn in the chat template. There is none in gpt-oss, where it also ends the turn's parts."""
+        an assistant's turn in the chat template. gpt-oss gets none, because its token also ends parts of a turn."""
         ids = self.encode(written.lstrip(), add_special_tokens=False)
         is_harmony = all(self._backend.token_to_id(text) is not None for text in HARMONY_ENDS)
         if not ids or ids[0] not in self._backend.get_added_tokens_decoder() or is_harmony:
@@ -154,7 +154,7 @@ class Tokenizer:
     def ordinary_ids(self, text: str) -> list[int]:
         """Return ids whose bytes are those of `text` and none of which is an added token: the longest tokens first.
 
-        Only for tokenizers with a `byte_table`.
+        The tokenizer must have a `byte_table`.
         """
         assert self.byte_table is not None
         added = self._backend.get_added_tokens_decoder()
