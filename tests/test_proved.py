@@ -64,6 +64,21 @@ def test_nothing_is_added_if_sources_have_changed_meanwhile(tmp_path: Path) -> N
     assert table.cases(FILE) == {}
 
 
+@pytest.mark.parametrize(
+    ("other", "same"),
+    [
+        ('"""Other words."""\n\ndef f(x):\n    # A reason.\n    return x + 1\n', True),
+        ("def f(x):\n    return x + 2\n", False),
+        ("def f(x):\n    'text'\n    return x + 1\n'text'\n", False),
+    ],
+)
+def test_words_about_the_code_are_no_part_of_it(other: str, same: bool, tmp_path: Path) -> None:
+    one, two = tmp_path / "one.py", tmp_path / "two.py"
+    one.write_text('def f(x):\n    """Return the next number."""\n    return x + 1\n')
+    two.write_text(other)
+    assert (module._content(one) == module._content(two)) is same
+
+
 def test_a_case_depends_on_what_its_file_imports() -> None:
     found = {str(path.relative_to(ROOT)) for path in module._closure(ROOT / OF_A_KERNEL)}
     assert {OF_A_KERNEL, "pallas_kernels/sampling/triton/draw.py", "pallas_kernels/sampling/cpu.py"} <= found

@@ -50,9 +50,7 @@ def digest(value: Any) -> str:
 
 def sources(file: str) -> tuple[str, str]:
     """Return a hash of all sources of a file of tests, and one of those that check a program."""
-    hashes = {
-        str(path.relative_to(ROOT)): hashlib.sha256(path.read_bytes()).hexdigest() for path in _closure(ROOT / file)
-    }
+    hashes = {str(path.relative_to(ROOT)): _content(path) for path in _closure(ROOT / file)}
     return digest(hashes), digest({name: one for name, one in hashes.items() if READERS.match(name)})
 
 
@@ -147,6 +145,19 @@ def _closure(test: Path) -> set[Path]:
             found.add(path)
             left += _leads_to(path)
     return found
+
+
+@functools.cache
+def _content(path: Path) -> str:
+    """Return a hash of a file: of Python, of the code without comments and docstrings, which change no result."""
+    if path.suffix != ".py":
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    tree = ast.parse(path.read_bytes())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            if ast.get_docstring(node, clean=False) is not None:
+                del node.body[0]
+    return hashlib.sha256(ast.dump(tree).encode()).hexdigest()
 
 
 @functools.cache
