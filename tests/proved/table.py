@@ -154,9 +154,9 @@ def _content(path: Path) -> str:
         return hashlib.sha256(path.read_bytes()).hexdigest()
     tree = ast.parse(path.read_bytes())
     for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            if ast.get_docstring(node, clean=False) is not None:
-                del node.body[0]
+        may_have_one = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        if may_have_one and ast.get_docstring(node, clean=False) is not None:
+            del node.body[0]
     return hashlib.sha256(ast.dump(tree).encode()).hexdigest()
 
 
