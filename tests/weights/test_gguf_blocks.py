@@ -83,6 +83,10 @@ def test_every_type_gives_the_values_of_the_gguf_package(kind: Kind, tmp_path: P
         np.testing.assert_allclose(values(source, *window, group), exact[window], **exactly)
 
 
+def test_every_type_that_is_held_quantized_is_decoded() -> None:
+    assert GGUF_TYPES.keys() == {kind.name for kind in BLOCK_KINDS}
+
+
 def test_factors_of_parts_of_a_group_are_those_of_the_group(tmp_path: Path, rng: np.random.Generator) -> None:
     raw = packed(Kind.Q4_1, (16, 64), rng)
     source = GGUFFile(write(tmp_path / "m.gguf", {"output.weight": (raw, Kind.Q4_1)}))
