@@ -308,7 +308,7 @@ COUNTERPARTS: Mapping[str, Mapping[str, str]] = types.MappingProxyType(
             "leave it at auto for a checkpoint of compressed-tensors, or set fp8 for one in 16 bits",
         )
         | dict.fromkeys(
-            ("bitsandbytes", "modelopt", "modelopt_fp4", "mxfp4", "torchao", "quark", "hqq", "petit_nvfp4"),
+            ("bitsandbytes", "modelopt", "modelopt_fp4", "torchao", "quark", "hqq", "petit_nvfp4"),
             "the format is not supported; awq, gptq, compressed-tensors, fp8 and GGUF files are",
         ),
         "kv_cache_dtype": dict.fromkeys(

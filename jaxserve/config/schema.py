@@ -36,7 +36,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Literal["auto", "bfloat16", "float32"], Meta(description="type of weights and activations; auto is bfloat16")
     ] = "auto"
     quantization: Annotated[
-        Literal["auto", "none", "gguf", "awq", "gptq", "compressed-tensors", "fbgemm_fp8", "fp8", "int8", "int4"],
+        Literal[
+            "auto", "none", "gguf", "awq", "gptq", "compressed-tensors", "mxfp4", "fbgemm_fp8", "fp8", "int8", "int4"
+        ],
         Meta(
             description="how weights are quantized; auto: as the checkpoint has them, where a kernel multiplies by "
             "them; none: dequantized to dtype; fp8 (with inputs in fp8), int8, int4 (weights only, groups of 128): a "

@@ -32,7 +32,7 @@ from jaxserve.weights.scales import check_weight_scales
 from jaxserve.weights.source import TensorInfo, row_blocks
 
 _FP4_MAGNITUDE = 7
-_READABLE = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
+_READABLE = ("F32", "F16", "BF16", *GGUF_TYPES)
 _TYPES = {kind.value: kind for kind in Kind}
 
 _TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}

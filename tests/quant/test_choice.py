@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxserve.config.settings import settings
 from jaxserve.errors import ConfigError
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.layout import LaidOutModel
@@ -225,6 +226,14 @@ def test_held_weights_replace_dense_ones_in_the_tree() -> None:
     assert sizes[1] - sizes[0] == added - removed
     assert held_weights(dense) == {}
     assert hold_weights(dense, {}) == dense
+
+
+def test_every_method_of_a_checkpoint_can_be_asked_for() -> None:
+    with pytest.raises(ConfigError) as refused:
+        model(quantization_config={"quant_method": "unknown"})
+    supported = re.search(r"supported: (.*), and GGUF", str(refused.value))
+    assert supported
+    assert set(supported[1].split(", ")) <= set(settings()["quantization"].choices)
 
 
 @pytest.mark.parametrize(
