@@ -80,7 +80,7 @@ class ProgramSet(Mapping[ProgramKey, Program]):
 
     @property
     def num_pending(self) -> int:
-        """How many programs are not loaded yet."""
+        """The number of programs that are not loaded yet."""
         return len(self._keys) - len(self._ready)
 
     def take_next(self) -> ProgramKey | None:

@@ -25,7 +25,7 @@ from jaxserve.runtime.sizing.deployment import Deployment, deploy
 from jaxserve.runtime.step.kv_scales import KV_SCALES_KEY
 from jaxserve.runtime.step.program import ProgramKey
 
-# With the program of KV scales, which isn't among the facts of the others, another file.
+# A deployment with the program of KV scales has another file, as that program isn't among the facts of the others.
 _FILE, _FILE_WITH_KV_SCALES = "working-memory.json", "working-memory-kv-scales.json"
 
 
