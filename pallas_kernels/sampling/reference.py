@@ -1,6 +1,6 @@
-"""One draw a row in plain XLA: the contract of the kernels, and what runs where there is none.
+"""One draw a row in plain XLA: the contract of the kernels, and the fallback where there is none.
 
-Needs no sort of the vocabulary. Work that no row needs is skipped at run time.
+It needs no sort of the vocabulary. Work that no row needs is skipped at run time.
 """
 
 from __future__ import annotations
@@ -87,6 +87,3 @@ def _largest_threshold(
 
     found = lax.fori_loop(0, 31, refine, jnp.zeros(weights.shape[0], jnp.int32))
     return lax.bitcast_convert_type(found, jnp.float32)
-
-
-# x
