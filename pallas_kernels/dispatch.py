@@ -1,9 +1,8 @@
-"""How every room chooses what computes its operation on a device.
+"""Chooses the backend or the kernel that computes a room's operation on a device.
 
-A room is a folder with one operation and several backends of it. In some rooms a start-up chooses a backend: a
-`BackendTable` says which there are, and in what order they are tried. In the others, functions choose while a program
-is traced: NVIDIA GPUs have kernels by Triton (`triton_kernel`), CPUs have kernels by LLVM (`on_cpu`), and the room's
-reference, in plain XLA, is the fallback.
+A room is a folder with one operation and several backends of it. In some rooms a backend is chosen at start-up, by a
+`BackendTable`. In the others, functions choose while a program is traced: NVIDIA GPUs have kernels by Triton
+(`triton_kernel`), CPUs have kernels by LLVM (`on_cpu`), and the room's reference, in plain XLA, is the fallback.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def exchange_chosen(
     again = ((owners[:, :, None] == owners[:, None, :]) & earlier).any(axis=2)
     groups = group_by_expert(jnp.where(again, -1, owners), shards, target)
     sizes = jnp.diff(groups.starts)
-    sent = lax.all_gather(sizes, axes)  # By sender, then receiver
+    sent = lax.all_gather(sizes, axes)  # Rows are senders, columns receivers
     arriving = sent[:, me]
     places = (jnp.cumsum(sent, axis=0) - sent)[me]
     words = _as_words(own)[groups.tokens]

@@ -67,7 +67,7 @@ def parse(fields: Fields) -> Config:
         use_parallel_block=True,
         use_qk_norm=False,
     )
-    fields.boolean("use_parallel_embedding", True)  # How a table was split in training
+    fields.boolean("use_parallel_embedding", True)  # It says how a table was split in training
     return Config(
         **sizes,
         norm_eps=fields.number("layer_norm_eps", NORM_EPSILON, 1e-5),

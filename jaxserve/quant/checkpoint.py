@@ -305,7 +305,7 @@ _EXPERTS = r"re:.*\.experts\.(gate_up|down)_proj$"
 
 
 def _mxfp4(fields: Fields) -> CheckpointQuantization:
-    fields.texts("modules_to_not_convert")  # All that aren't experts
+    fields.texts("modules_to_not_convert")  # It lists all modules that aren't experts
     stored = StoredWeight("MXFP4", Scheme("fp4", MXFP4_GROUP), "mxfp4", _BF16)
     return CheckpointQuantization("mxfp4", (Rule(_EXPERTS, stored),))
 

@@ -24,7 +24,7 @@ from pallas_kernels.quantized_matmul import (
     run_bytes,
 )
 
-# For `--load-format dummy`, which draws bytes at random: the standard deviation of the bytes, and of their numbers
+# The standard deviations of the bytes that `--load-format dummy` draws at random, and of the numbers in them
 _DUMMY: dict[NumberType, tuple[float, float]] = {"int4": (64, 4.6), "int8": (30, 30), "fp4": (64, 2.9), "fp8": (1, 1)}
 _DUMMY_INPUT_SCALE = 0.05
 

@@ -1,5 +1,5 @@
-"""Writes parameters as an Orbax checkpoint. Two are read at a time (more if they are quantized), and as many may
-still be being written.
+"""Writes parameters as an Orbax checkpoint. Two are read at a time (more if they are quantized), while as many are
+written.
 
 This module owns their layout on disk. It doesn't depend on a mesh: parameters are cut into chunks along the axis that
 shards split, so that a shard is contiguous. Nothing is compressed and each chunk is a file of its own (no OCDBT):

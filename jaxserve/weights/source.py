@@ -78,7 +78,7 @@ class QuantizedSource(TensorSource, Protocol):
         """
 
     def read_order(self, name: str) -> np.ndarray[Any, Any] | None:
-        """Return the model's input of each number of a row, int32 `[in]`. None if they are in the model's order."""
+        """Return the model's input of each number of a row, int32 `[in]`; None if they are in the model's order."""
 
     def read_input_scale(self, name: str) -> float:
         """Return the scale of static activations."""

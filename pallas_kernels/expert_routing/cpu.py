@@ -15,7 +15,7 @@ from pallas_kernels.cpu.types import F32, I32, I64, PTR
 from pallas_kernels.grouped_matmul.groups import Groups
 
 _LANES = F32.times(16)
-# Enough numbers for an item to be worth starting a thread
+# An item with this many numbers is worth starting a thread
 _ITEM_NUMBERS = 1 << 14
 
 

@@ -18,7 +18,7 @@ from pallas_kernels.cpu.types import F32, I1, I16, I64
 
 _LANES = 16
 _NUMBERS, _HALVES = F32.times(_LANES), I16.times(_LANES)
-# Enough work for an item to be worth starting a thread
+# An item with this many numbers is worth starting a thread
 _ITEM_NUMBERS = 1 << 14
 _VECTORS = 4
 _BLOCK = _VECTORS * _LANES

@@ -51,7 +51,7 @@ class Grouping:
 
 @dataclasses.dataclass(frozen=True)
 class LaunchCost:
-    """What `calls` launches of the same kind move, in total; `flops` are those of matrix products."""
+    """The bytes that `calls` launches of the same kind move in total; `flops` are those of matrix products."""
 
     kernel: str
     calls: int

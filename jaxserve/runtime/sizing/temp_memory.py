@@ -77,7 +77,7 @@ def with_temp_memory(deployment: Deployment, measured: TempMemory) -> Deployment
 def measure_temp_memory(deployment: Deployment, builder: ProgramBuilder, cache_dir: Path | None = None) -> TempMemory:
     """Return the largest working memory; the largest program of some kind needs it, so only these are compiled.
 
-    What XLA tunes for them on a GPU is kept in `cache_dir`.
+    On a GPU, the kernels that XLA chooses for these are kept in `cache_dir`.
     """
     largest = largest_programs(deployment)
     tuned = autotune_folder(builder.mesh.devices.flat[0], cache_dir)

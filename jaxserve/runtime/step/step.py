@@ -79,7 +79,7 @@ def _output(state_specs: DeviceState, key: ProgramKey) -> StepOutput:
 
 
 def _kind(name: StepKind, **fields: Any) -> ProgramKind:
-    """Return the record of a kind of step. Only steps of nothing but greedy decodes have programs without a sampler."""
+    """Return the record of a kind of step. Only decode steps have programs without a sampler, if all are greedy."""
 
     def keys(capacity: Capacity) -> list[ProgramKey]:
         samplers = (True, False) if name == "decode" else (False,)

@@ -251,7 +251,7 @@ def value_vectors(
         for i in columns:
             yield from load_row(f, f.at(rows[0], i * LANES * facts.kv_bytes), facts.kv_dtype, LANES)
         return
-    # Two columns at once, if there are as many: a whole register of each token, and one instruction for each column
+    # Columns are taken in pairs if they can be: a pair fills a register of each token, and each takes one instruction
     at_once = 2 if len(columns) % 2 == 0 else 1
     kind = I16.times(LANES * at_once)
     seen = []

@@ -61,7 +61,7 @@ class DecodeBlocks(NamedTuple):
 
 
 class _Packs(NamedTuple):
-    """For each query its row of the page table, and how many queries are packed with it; 0 if another one leads."""
+    """The row of each query in the page table, and how many queries are packed with it; 0 if another one leads."""
 
     table_rows: Ref
     counts: Ref

@@ -40,7 +40,7 @@ class Source(NamedTuple):
 
 
 class Lists(NamedTuple):
-    """For each row some of its logits and their ids: `[rows, LIST]`."""
+    """Some of the logits of each row, and their ids: `[rows, LIST]`."""
 
     logits: Ref
     ids: Ref
