@@ -104,7 +104,7 @@ def build_engine(config: EngineConfig, nodes: ProcessGroup | None = None) -> tup
     if nodes is not None:
         with nodes.time_limit(config.dist_timeout, "the first step over all processes"):
             executor.connect()
-    if parts.deployment.device.platform != "cpu":  # a CPU saves nothing by it, and may still load some programs
+    if parts.deployment.device.platform != "cpu":  # a CPU gains nothing by it, and may still be loading programs
         keys = parts.deployment.program_keys
         logger.info("running each of the %d programs without requests, before the first one comes", len(keys))
         with parts.phases("warm_up"), naming_the_bundle(config):
@@ -181,8 +181,7 @@ def _prepare(config: EngineConfig, nodes: ProcessGroup | None) -> _EngineParts:
     num_host_pages = host_pages(config, sizes.capacity.pages_by_group, rows)
     with phases("weights"):
         weights = open_readers(deployment, source)
-    # While the server serves, no programs are loaded in a mesh, whose processes must choose alike, nor for a GPU, which
-    # would pause.
+    # No program is loaded while serving in a mesh, whose processes must choose alike, nor on a GPU, which would pause.
     behind = nodes is None and device.platform == "cpu"
     params, state, programs, compiled = fill_devices(
         deployment,

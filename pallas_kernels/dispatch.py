@@ -1,9 +1,8 @@
-"""How every room chooses what computes its operation on a device.
+"""Chooses the backend or the kernel that computes a room's operation on a device.
 
-A room is a folder with one operation and several backends of it. In some rooms a start-up chooses a backend: a
-`BackendTable` says which there are, and in what order they are tried. In the others, functions choose while a program
-is traced: NVIDIA GPUs have kernels by Triton (`triton_kernel`), CPUs have kernels by LLVM (`on_cpu`), and the room's
-reference, in plain XLA, is the fallback.
+A room is a folder with one operation and several backends of it. In some rooms a backend is chosen at start-up, by a
+`BackendTable`. In the others, functions choose while a program is traced: NVIDIA GPUs have kernels by Triton
+(`triton_kernel`), CPUs have kernels by LLVM (`on_cpu`), and the room's reference, in plain XLA, is the fallback.
 """
 
 from __future__ import annotations
@@ -52,11 +51,12 @@ class Backend:
 
 @dataclasses.dataclass(frozen=True)
 class BackendTable[Module]:
-    """The backends of a room: all names, and by platform those that are tried before the reference, best first.
+    """The backends of a room, and the order in which they are tried.
 
-    A backend's module is of the type `Module`. Its `refusal(*problem, target)` says why it doesn't support a problem on
-    a device that its compiler has kernels for, or returns None. The reference supports everything, and isn't asked. A
-    platform that isn't named has the order of a CPU.
+    `names` has all of them. `preferred` has, by platform, those that are tried before the reference, the best first; a
+    platform that it lacks has a CPU's order. Each backend is a module of the type `Module`. Its `refusal(*problem,
+    target)` returns why it doesn't support a problem on a device that its compiler has kernels for, or None if it does.
+    The reference supports every problem, so it isn't asked.
     """
 
     room: str
@@ -64,7 +64,7 @@ class BackendTable[Module]:
     preferred: Mapping[str, tuple[BackendName, ...]]
 
     def module(self, name: BackendName) -> Module:
-        """Return a backend's module; imported when needed, as each imports another compiler's front end."""
+        """Return a backend's module. It is imported when needed, as each one imports another compiler's front end."""
         file = name if name in ("reference", "xla") else f"{name}.backend"
         return cast(Module, importlib.import_module(f"pallas_kernels.{self.room}.{file}"))
 
@@ -79,7 +79,7 @@ class BackendTable[Module]:
         return Backend("reference", target, "; ".join(reasons))
 
     def check_requested(self, requested: str, target: KernelTarget, *problems: tuple[Any, ...]) -> Backend:
-        """Return a backend that somebody asked for by name.
+        """Return the backend that is requested by name.
 
         Raises ValueError, with the reason, if there is none of this name or it doesn't support a problem.
         """
@@ -140,7 +140,7 @@ def triton_kernel(room: str, name: str, target: KernelTarget) -> Callable[..., A
     """Return a function of a room's module `triton`, for a device that Triton compiles for; else None."""
     if not has_triton(target):
         return None
-    # Imported when needed: only GPUs need this compiler's front end.
+    # The import stands here as only GPUs need this compiler's front end.
     module = importlib.import_module(f"pallas_kernels.{room}.triton")
     return functools.partial(getattr(module, name), interpret=Backend("triton", target).interpret)
 
@@ -148,7 +148,7 @@ def triton_kernel(room: str, name: str, target: KernelTarget) -> Callable[..., A
 def on_cpu(kernel: Callable[..., Any] | None, fallback: Callable[..., Any], *operands: Any) -> Any:
     """Return `kernel(*operands)` in a program for a CPU that compiles kernels, `fallback(*operands)` in any other.
 
-    Without a kernel, because it doesn't support these operands, any program has the fallback.
+    `kernel` is None if it doesn't support these operands: then every program has the fallback.
     """
     if kernel is None or jax.default_backend() != "cpu" or cpu.refusal() is not None:
         return fallback(*operands)

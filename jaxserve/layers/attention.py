@@ -28,10 +28,10 @@ from pallas_kernels.quantized_matmul import HeldWeight
 class AttentionParams:
     """The attention weights of one layer.
 
-    `qkv` stores each KV head together with its group of query heads, so that shards are split by KV head. `rows` are
-    the query heads, then the key and the value; without the value if keys are values too, without either if the layer
-    reuses those of an earlier one. `q_norm` and `k_norm` are the weights of norms of each head, or, with a dimension of
-    heads, of one norm of all heads.
+    `qkv` stores each KV head together with its group of query heads, so that shards are split by KV head. Its `rows`
+    are the query heads, then the key, then the value. There is no value if keys are values too, and neither key nor
+    value if the layer reuses those of an earlier layer. `q_norm` and `k_norm` are the weights of norms of each head,
+    or, with a dimension of heads, of one norm of all heads.
     """
 
     qkv: Float[Array, "kv_heads rows head_dim dim"] | HeldWeight
@@ -74,8 +74,8 @@ def self_attention(
 ) -> tuple[Float[Array, "tokens dim"], KVPools]:
     """Attend from the batch's tokens to their sequences, and write their keys and values to `kv`.
 
-    A layer that reuses the keys and values of an earlier one reads those of this step's tokens from `kv`, too.
-    Without `rotation`, positions have no effect but by order. `query_scale` multiplies the rotated queries of a token.
+    A layer that reuses the keys and values of an earlier one reads those of this step's tokens from `kv`, too. Without
+    `rotation`, a position decides only which tokens are seen. `query_scale` multiplies the rotated queries of a token.
     """
     kv_heads, rows, head_dim, _ = params.qkv.shape
     bias = None if params.qkv_bias is None else params.qkv_bias.reshape(-1)

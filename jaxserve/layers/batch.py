@@ -17,8 +17,8 @@ class TokenBatch:
     """Ragged rows of tokens over paged KV; `pallas_kernels.paged_attention` describes how the fields work together.
 
     `page_tables` are by KV group. `fill_lens` counts the tokens of a token's sequence that were known when it started,
-    those of later steps included. `decode_only` is static and promises that every row has one token, `max_queries` that
-    none has more. Padding tokens come last, at position 0.
+    even if later steps compute them. Two static fields are promises: `decode_only` that every row has one token,
+    `max_queries` that no row has more than this. Padding tokens come last, at position 0.
     """
 
     tokens: Int[Array, " tokens"]
@@ -39,7 +39,7 @@ class TokenBatch:
 
     @property
     def live(self) -> Bool[Array, " tokens"]:
-        """Which tokens are some sequence's, and no padding."""
+        """Which tokens belong to a sequence; the others are padding."""
         return jnp.arange(self.num_tokens, dtype=jnp.int32) < self.query_starts[self.num_seqs]
 
     def rows(self, group: int) -> Rows:
@@ -50,7 +50,7 @@ class TokenBatch:
 
 @flax.struct.dataclass
 class LayerOutput:
-    """What a layer returns, or several that follow each other: hidden states and the updated cache.
+    """The result of one layer, or of several that follow each other: hidden states and the updated cache.
 
     `expert_tokens` tells how many tokens each of this shard's experts computed, for each mixture of several layers.
     `features` are the inputs of the layers in `LaidOutModel.taps`.

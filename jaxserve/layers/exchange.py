@@ -1,8 +1,9 @@
-"""How tokens reach the experts of all ranks, and how the experts' outputs come back.
+"""Sends tokens to the experts of all ranks, and brings the experts' outputs back, in one of two ways.
 
-Either all shards get all tokens in one all-gather, and a reduce-scatter adds the outputs: two exchanges that every
-network does well. Or each token is sent only to shards that have one of its experts, in a ragged all-to-all there and
-one back: fewer bytes if tokens choose few of many shards. Neither drops a token: a shard has room for all.
+Either all shards get all tokens in one all-gather, and a reduce-scatter adds the outputs: every network is fast at
+these two exchanges. Or a ragged all-to-all sends each token only to shards that have one of its experts, and a second
+one brings outputs back: this moves fewer bytes if tokens choose few of many shards. Neither way drops a token: a shard
+has room for all.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def exchange_chosen(
 ) -> Outputs:
     """Let each token be computed by the shards that have one of its experts, and return what `exchange_all` returns.
 
-    Each shard has `experts` of them.
+    Each shard has `experts` experts.
     """
     tokens, choices = own.ids.shape
     shards, me = lax.axis_size(axes), lax.axis_index(axes)
@@ -54,7 +55,7 @@ def exchange_chosen(
     again = ((owners[:, :, None] == owners[:, None, :]) & earlier).any(axis=2)
     groups = group_by_expert(jnp.where(again, -1, owners), shards, target)
     sizes = jnp.diff(groups.starts)
-    sent = lax.all_gather(sizes, axes)  # By sender, then receiver
+    sent = lax.all_gather(sizes, axes)  # Rows are senders, columns receivers
     arriving = sent[:, me]
     places = (jnp.cumsum(sent, axis=0) - sent)[me]
     words = _as_words(own)[groups.tokens]
@@ -86,7 +87,7 @@ def _ragged(
     zeros = jnp.zeros((size, rows.shape[1]), rows.dtype)
     if target.platform != "cpu":
         return lax.ragged_all_to_all(rows, zeros, starts, sizes, places, coming, axis_name=axes)
-    # XLA has none for a CPU: all send as much as the most
+    # XLA has no ragged all-to-all for a CPU: every shard sends as many rows as the one with most
     row = jnp.arange(most, dtype=jnp.int32)
     blocks = lax.all_to_all(rows.at[starts[:, None] + row].get(mode="clip"), axes, 0, 0, tiled=True)
     own = lax.all_to_all(places, axes, 0, 0, tiled=True)
@@ -95,14 +96,14 @@ def _ragged(
 
 
 def _as_words(columns: Sequence[Shaped[Array, "tokens _"]]) -> UInt[Array, "tokens words"]:
-    """Return the bits of arrays in words of the size of the first one's numbers; the others' aren't smaller."""
+    """Return the bits of arrays as words of the size of the first array's numbers, which are the smallest."""
     size = columns[0].dtype.itemsize
     words = [lax.bitcast_convert_type(column, f"uint{8 * size}") for column in columns]
     return jnp.concatenate([column.reshape(len(column), -1) for column in words], axis=1)
 
 
 def _from_words(words: UInt[Array, "tokens words"], dtype: jnp.dtype, choices: int) -> Routed:
-    """Return the tokens, with ids and weights, whose words these are."""
+    """Return the tokens, with ids and weights, from words that `_as_words` made of them."""
     per_number = 4 // dtype.itemsize
     dim = words.shape[1] - 2 * choices * per_number
 

@@ -112,7 +112,7 @@ def mixture(
 def _exchanged(routed: Routed, params: ExpertParams, settings: MixtureSettings) -> Outputs:
     """Return this shard's part of the output if ranks have different experts.
 
-    Each shard has a part of its rank's tokens computed by all shards that have experts of them.
+    Each shard takes a part of its rank's tokens, and has the shards of all ranks compute it (see `exchange`).
     """
     tokens, dim = routed.x.shape
     shards = lax.axis_size(EXPERT_AXIS)

@@ -17,7 +17,7 @@ ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
     "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
 }
-"""By Hugging Face's names."""
+"""The activations by Hugging Face's names."""
 
 
 @flax.struct.dataclass

@@ -1,4 +1,4 @@
-"""Norms: of whole rows by `pallas_kernels.normalization`, of rows that are divided among shards here."""
+"""Norms of rows that are divided among shards; `pallas_kernels.normalization` has those of whole rows."""
 
 from __future__ import annotations
 

@@ -25,8 +25,8 @@ class RopeConfig:
     """The base frequency of a rotary embedding and its scaling. `kind` is Hugging Face's `rope_type`.
 
     The first `rotated` dimensions of a head are rotated, all if None; `interleaved` tells whether a checkpoint has the
-    two dimensions of a pair side by side. proportional has the frequencies and pairs of a whole head, and rotates the
-    first `rotated` / 2 pairs. longrope has other frequencies for sequences of more than
+    two dimensions of a pair side by side. `kind` "proportional" has the frequencies and pairs of a whole head, and
+    rotates the first `rotated` / 2 pairs. "longrope" has other frequencies for sequences of more than
     `original_max_position` tokens.
     """
 
@@ -66,9 +66,9 @@ def head_order(rope: RopeConfig, head_dim: int) -> tuple[int, ...] | None:
 def frequencies(rope: RopeConfig, head_dim: int, context: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """Return each pair's inverse frequency, `[head_dim / 2]`, and the factor on its cos and sin, in float32.
 
-    Pairs that aren't rotated have frequency 0 and factor 1. One factor without a dimension is that of all pairs.
-    `context` is the context length of the deployment, by which dynamic chooses its frequencies once for all sequences,
-    so that these can share pages.
+    Pairs that aren't rotated have frequency 0 and factor 1. A factor without a dimension is for all pairs. `context` is
+    the context length of the deployment, by which `kind` "dynamic" chooses its frequencies once for all sequences, so
+    that these can share pages.
     """
     dim = head_dim if rope.rotated is None else rope.rotated
     inverse, scale = _frequencies(rope, head_dim if rope.kind == "proportional" else dim, context)

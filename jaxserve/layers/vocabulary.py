@@ -1,6 +1,6 @@
-"""How the vocabulary is divided over the shards of a rank: each holds a run of ids, of its size times its place.
+"""Divides the vocabulary over the shards of a rank: shard i holds `shard_size` ids, from `i * shard_size` on.
 
-Ids that no model has pad the last shards (`LaidOutModel.padded_vocab_size`).
+Ids that the model doesn't have pad the last shards (`LaidOutModel.padded_vocab_size`).
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def parse(fields: Fields) -> Config:
     period = fields.integer("sliding_window_pattern", LAYERS, 4)
     if fields.raw.get("sliding_window", _WINDOW) is None:
         raise fields.error("sliding_window", "a number of tokens")
-    # Cohere's own names for what is fixed here; Hugging Face's code reads none of them
+    # Fields of Cohere's own: one value of each is supported here, and Hugging Face's code reads none of them
     refuse(
         fields,
         hidden_act="silu",
@@ -67,7 +67,7 @@ def parse(fields: Fields) -> Config:
         use_parallel_block=True,
         use_qk_norm=False,
     )
-    fields.boolean("use_parallel_embedding", True)  # How a table was split in training
+    fields.boolean("use_parallel_embedding", True)  # It says how a table was split in training
     return Config(
         **sizes,
         norm_eps=fields.number("layer_norm_eps", NORM_EPSILON, 1e-5),
@@ -113,7 +113,7 @@ def _layer(
     rope: Rotation | None,
     settings: AttentionSettings,
 ) -> LayerOutput:
-    """Apply one decoder layer. Jitted so that it is traced once for all layers; the compiler inlines it."""
+    """Apply one decoder layer. It is jitted, so that all layers are traced once; the compiler inlines it."""
     normed = layer_norm(x, params.norm.weight, None, settings.norm_eps)
     attended, kv = self_attention(normed, params.attention, batch, kv, at, rope, settings)
     return LayerOutput(x + attended + mlp(normed, params.mlp), kv)

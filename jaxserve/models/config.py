@@ -1,4 +1,4 @@
-"""What the configs of all model families share: what a checkpoint says of its model."""
+"""The base of all families' configs: the facts about its model that a checkpoint states."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from jaxserve.quant import CheckpointQuantization
 class ModelConfig:
     """The sizes that every decoder has; a family's own config adds its fields.
 
-    `windows[i]` is the sliding window of layer i in tokens, None for full attention. `rope` is the rotation of all
-    layers, or of those that a family doesn't give another one. `quantization` says how a checkpoint stores weights, if
-    it is quantized. `draft_layers` counts the checkpoint's own layers that draft.
+    `windows[i]` is the sliding window of layer i in tokens, None for full attention. `rope` says how layers rotate
+    queries and keys; a family's config may have another field for some of its layers. `quantization` says how a
+    checkpoint stores weights, if it is quantized. `draft_layers` counts the checkpoint's own layers that draft.
     """
 
     architecture: str
@@ -35,7 +35,7 @@ class ModelConfig:
 
     @property
     def split_sizes(self) -> dict[str, int]:
-        """The widths, by what has them, that shards split besides heads and the vocabulary."""
+        """The widths that shards split, besides heads and the vocabulary, by the name of the part that has each."""
         return {"an MLP": self.intermediate_size}
 
     def splits_into(self, shards: int) -> bool:
@@ -52,7 +52,7 @@ class ModelConfig:
 
     @property
     def rotation_length(self) -> int | None:
-        """The number of tokens beyond which a sequence is rotated otherwise; None if there is none."""
+        """The number of tokens beyond which a sequence has other frequencies of rotation; None if there is none."""
         ropes = [rope for rope in self._ropes() if rope.kind == "longrope"]
         return min((rope.original_max_position for rope in ropes), default=None)
 
@@ -87,7 +87,7 @@ class ModelConfig:
 
     @property
     def held_per_token(self) -> int:
-        """The numbers that are held of each token while all layers are computed, besides the hidden state."""
+        """How many numbers of each token are kept while all layers are computed, besides the hidden state."""
         return 0
 
     def kv_heads_of(self, layer: int) -> tuple[int, int]:

@@ -27,7 +27,7 @@ ApplyLayer = Callable[[int, Float[Array, "tokens dim"], Any, KVPools, KVLayer], 
 
 @flax.struct.dataclass
 class LayerParams:
-    """The weights of one decoder layer. Norms of what attention and feed-forward block add may be None."""
+    """The weights of one decoder layer. The norms of the outputs of attention and feed-forward block may be None."""
 
     attention_norm: Array | LayerNormParams
     attention: AttentionParams
@@ -78,8 +78,8 @@ def decoder_layer(
 ) -> LayerOutput:
     """Apply the layer that most families have: attention, then a feed-forward block or a mixture of `experts`.
 
-    What both add is multiplied by `multiplier`. Jitted so that it is traced once for equal layers; the compiler inlines
-    it.
+    The outputs of both are multiplied by `multiplier`. It is jitted, so that equal layers are traced once; the compiler
+    inlines it.
     """
     x, kv = attend(x, params, batch, kv, at, rope, settings, query_scale, multiplier)
     normed, load = norm(x, params.mlp_norm, settings.norm_eps), None
@@ -104,7 +104,8 @@ def layer_function(
 ) -> ApplyLayer:
     """Return the function that applies `layer` with the window and the rotation of each layer, and with these options.
 
-    `ropes` are by layer, by default the one of the config. `scale` and `soft_cap` are as in `AttentionSettings`.
+    `ropes` are by layer; by default, all layers have the config's. `scale` and `soft_cap` are as in
+    `AttentionSettings`.
     """
     config = model.config
     rotations = [model.rotation(batch)] * config.num_layers if ropes is None else ropes
@@ -127,7 +128,7 @@ def attend(
     query_scale: Float[Array, " tokens"] | None = None,
     multiplier: float | None = None,
 ) -> tuple[Float[Array, "tokens dim"], KVPools]:
-    """Apply the attention of a layer, between its norms, and add it."""
+    """Add to `x` the output of a layer's attention, with the norms before and after it."""
     normed = norm(x, params.attention_norm, settings.norm_eps)
     attended, kv = self_attention(normed, params.attention, batch, kv, at, rope, settings, query_scale)
     return x + _added(attended, params.attended_norm, settings.norm_eps, multiplier), kv
@@ -136,7 +137,7 @@ def attend(
 def _added(
     x: Float[Array, "tokens dim"], weight: Array | None, eps: float, multiplier: float | None
 ) -> Float[Array, "tokens dim"]:
-    """Return what a layer adds of the output of a block."""
+    """Return the normalized and multiplied output of a block, as the layer adds it."""
     normed = x if weight is None else rms_norm(x, weight, eps)
     return normed if multiplier is None else times(normed, multiplier)
 

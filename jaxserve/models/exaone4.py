@@ -45,7 +45,7 @@ def parse(fields: Fields) -> Config:
 
 
 def _layer_types(fields: Fields, layers: int) -> list[str]:
-    """Return the types of layers that the pattern means: a period, or a letter for each layer of a period."""
+    """Return the type of each layer. The pattern is a period, or a letter for each layer of a period."""
     pattern = fields.get("sliding_window_pattern", 4)
     if isinstance(pattern, str):
         if not pattern or set(pattern) - {"L", "G"}:

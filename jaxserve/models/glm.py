@@ -32,7 +32,7 @@ class Config(ModelConfig):
 
 @flax.struct.dataclass
 class LayerParams:
-    """The weights of one decoder layer; the norms of outputs are None where a model has none."""
+    """The weights of one decoder layer; the norms of the outputs of its blocks are None if a model has none."""
 
     attention_norm: Array
     attention: AttentionParams
@@ -43,7 +43,7 @@ class LayerParams:
 
     @property
     def attended_norm(self) -> Array | None:
-        """The norm of what attention adds, by the name that other families have for it."""
+        """The norm of attention's output, by the name that other families have for it."""
         return self.attention_output_norm
 
 

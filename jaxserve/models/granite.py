@@ -1,6 +1,6 @@
 """The Granite family: Granite 3, and Granite 4 without Mamba layers and experts, with or without rotation.
 
-They are Llamas that multiply embeddings, attention scores and what each block adds by constants, and divide logits.
+They are Llamas that multiply embeddings, attention scores and the output of each block by constants, and divide logits.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pallas_kernels.paged_attention import Backend
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(llama.Config):
-    """The config of the family; `shared_mlp` tells whether the MLP has the names of Granite 4's."""
+    """The config of the family; `shared_mlp` tells whether the MLP's tensors have Granite 4's names."""
 
     rotates: bool
     shared_mlp: bool

@@ -1,4 +1,4 @@
-"""A model as a deployment lays it out: what the checkpoint doesn't know, and what follows from it."""
+"""A model as a deployment lays it out: facts that the checkpoint doesn't know, and what follows from them."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class LaidOutModel[C: ModelConfig]:
 
     Parameters are laid out for `shards`: KV heads are repeated and the vocabulary is padded until both can be split
     into that number. `context` is the context length, by which dynamic rotations stretch. A layer whose window has at
-    least `whole_from` positions keeps the keys and values of whole sequences, as a layer without a window does, if its
-    KV heads are like those. With `experts_over_ranks`, data-parallel ranks have different experts; with
-    `ragged_exchange`, prefill sends them only their own tokens. `taps` are the layers whose inputs a head that drafts
-    needs.
+    least `whole_from` positions keeps the keys and values of whole sequences, as a layer without a window does, if the
+    KV heads of both are alike. With `experts_over_ranks`, data-parallel ranks have different experts; with
+    `ragged_exchange`, prefill sends a rank only the tokens of its experts. `taps` are the layers whose inputs a head
+    that drafts needs.
     """
 
     config: C
@@ -44,7 +44,7 @@ class LaidOutModel[C: ModelConfig]:
         return max(1, self.shards // kv_heads)
 
     def rotation(self, batch: TokenBatch, rope: RopeConfig | None = None, head_dim: int | None = None) -> Rotation:
-        """Return the rotation of the step's tokens, by default that of the config for its size of heads."""
+        """Return the rotation of the step's tokens by `rope` in heads of `head_dim`; both are the config's if None."""
         return rotation(batch, rope or self.config.rope, head_dim or self.config.head_dim, self.context)
 
     def kv_shape(self, layer: int) -> tuple[int, int]:
@@ -53,10 +53,10 @@ class LaidOutModel[C: ModelConfig]:
         return kv_heads * self.replicas_of(kv_heads), head_dim
 
     def kv_specs(self) -> tuple[KVSpec, ...]:
-        """Return the KV groups: first that of whole sequences, then one for each window and kind of heads.
+        """Return the KV groups: first the one of whole sequences, then one for each window and kind of heads.
 
-        A model without layers for the first one has it with 0 layers. Raises `ConfigError` if layers without a window
-        differ in their heads, as they share one group.
+        The first group is always there; it has 0 layers if all layers have windows. Raises `ConfigError` if layers
+        without a window differ in their heads, as they share one group.
         """
         counts = Counter(self._kv_group(i) for i in range(self.config.num_layers) if self.config.kv_source(i) == i)
         whole = [group for group in counts if group.window is None]

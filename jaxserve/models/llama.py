@@ -92,7 +92,7 @@ def abstract(
 
 
 def embed(model: LaidOutModel[Config], params: Params, batch: TokenBatch) -> Float[Array, "tokens dim"]:
-    """Return the embeddings of the batch's tokens; separate from `forward`, so that rows can be overridden."""
+    """Return the embeddings of the batch's tokens."""
     return embedding.embed(batch.tokens, params.embedding)
 
 

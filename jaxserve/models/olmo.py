@@ -126,7 +126,7 @@ def norms_last(
     rope: Rotation | None,
     settings: AttentionSettings,
 ) -> LayerOutput:
-    """Apply a layer whose norms follow its blocks. Jitted so that it is traced once for all layers."""
+    """Apply a layer whose norms follow its blocks. It is jitted, so that all layers are traced once."""
     attended, kv = self_attention(x, params.attention, batch, kv, at, rope, settings)
     x = x + rms_norm(attended, params.attention_norm, settings.norm_eps)
     return LayerOutput(x + rms_norm(mlp(x, params.mlp), params.mlp_norm, settings.norm_eps), kv)

@@ -70,8 +70,8 @@ class ParamSpecs:
         return None if self._config.tie_word_embeddings else self.embedding("lm_head.weight", inputs=1)
 
     def decoder(self, layer: Callable[[str], Any], norm: Any = None) -> Params:
-        """Return all weights of a model. `layer` gives those of a layer, whose tensors' names begin with its argument;
-        `norm` are those of the last norm, by default a vector."""
+        """Return all weights of a model. `layer` returns the weights of the layer whose tensors' names begin with its
+        argument; `norm` has the weights of the last norm, by default a vector."""
         layers = tuple(layer(f"model.layers.{i}") for i in range(self._config.num_layers))
         return Params(self.embedding(), layers, norm or self.vector("model.norm.weight"), self.head())
 
@@ -119,9 +119,9 @@ class ParamSpecs:
         """Return the attention weights under `name`; `fused` is the name of one projection for all of q, k and v.
 
         `heads` are a layer's own number of KV heads and their size, before they are repeated for shards. `projections`
-        names those that the layer has: "qk" if its keys are its values too, "q" if it uses those of another layer. With
-        `sinks`, each query head has a logit of its own. `inputs` is the width of what is projected, by default the
-        model's.
+        names those that the layer has: "qk" if its keys are its values too, "q" if it uses the keys and values of
+        another layer. With `sinks`, each query head has a logit of its own. `inputs` is the width of the vectors that
+        are projected, by default the model's.
         """
         config = self._config
         stored, head = heads or (config.num_kv_heads, config.head_dim)

@@ -1,4 +1,4 @@
-"""Reads what the config.json of most families has, and refuses what a family doesn't read.
+"""Reads the fields that config.json has in most families, and refuses fields that a family doesn't read.
 
 A family reads each field that it knows. A field that it doesn't read is refused if its name suggests that it changes
 the mathematics; the others are named in a log line.
@@ -69,7 +69,7 @@ def read_sizes(fields: Fields, **defaults: int) -> ConfigSizes:
 def read_windows(
     fields: Fields, num_layers: int, default_types: Sequence[str], default_window: int | None = None
 ) -> tuple[int | None, ...]:
-    """Return each layer's sliding window from `sliding_window` and `layer_types`, or the types that are the default.
+    """Return each layer's sliding window from `sliding_window` and `layer_types`, by default `default_types`.
 
     A layer whose default type is sliding has full attention if the checkpoint sets no window.
     """
@@ -111,12 +111,12 @@ def read_experts(
 
 
 def unused_layers(num_layers: int, drafts: int) -> tuple[str, ...]:
-    """Return prefixes of the tensors of layers that draft several tokens at once, which follow those of the model."""
+    """Return prefixes of the tensors of layers that draft several tokens at once, which follow the model's layers."""
     return tuple(f"model.layers.{num_layers + i}." for i in range(max(1, drafts)))
 
 
 def periodic_layer_types(period: int, num_layers: int) -> list[str]:
-    """Return the types of layers of which each `period`-th has full attention, and the others a window."""
+    """Return the types of layers: each `period`-th has full attention, the others have a window."""
     return [SLIDING if (i + 1) % period else FULL for i in range(num_layers)]
 
 

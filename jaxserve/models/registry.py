@@ -73,7 +73,7 @@ _FAMILIES: dict[str, ModuleType] = {
     "Starcoder2ForCausalLM": starcoder2,
 }
 
-# What drafts for a model, and is none itself
+# Heads that draft for a model, and are no models themselves
 _DRAFT_HEADS: dict[str, ModuleType] = {eagle.EAGLE: eagle, eagle.EAGLE3: eagle, mtp.MTP: mtp}
 
 # Models with encoders of images or sound: the text model's architecture by the `model_type` of its `text_config`.
@@ -93,7 +93,7 @@ _REASONS = {
     "Llama4ForConditionalGeneration": _CHUNKED,
 }
 
-# Fields of models that keep something else than keys and values of each token, for which there is no KV group yet.
+# Fields of models that keep something other than keys and values of each token: there is no KV group for that yet.
 _LATENT = "latent rows for the tokens of a sequence (multi-head latent attention)"
 _STATE = "a state of fixed size for each sequence (Mamba, gated delta nets)"
 _OTHER_CACHES = {
@@ -121,7 +121,7 @@ def parse_model_config(raw: Mapping[str, Any], where: str = "config.json") -> Mo
         kind = Fields(text, f"{where}: text_config").text("model_type", next(iter(kinds)))
         if kind not in kinds:
             raise ConfigError(f"{where}: text_config with model_type {abbreviate(kind)} is not supported")
-        # Whether the head is tied stands beside the parts, where it differs from the default
+        # `tie_word_embeddings` may stand beside `text_config` instead of in it
         tied = {"tie_word_embeddings": fields.get("tie_word_embeddings")}
         architecture = kinds[kind]
         fields = Fields({**tied, **text, "architectures": [architecture]}, f"{where}: text_config")
@@ -132,7 +132,7 @@ def parse_model_config(raw: Mapping[str, Any], where: str = "config.json") -> Mo
 
 
 def _why_not(architecture: str, raw: Mapping[str, Any]) -> str:
-    """Return why an architecture isn't supported, or what is."""
+    """Return why an architecture isn't supported, or which ones are."""
     if architecture in _REASONS:
         return _REASONS[architecture]
     text = raw.get("text_config")
@@ -174,5 +174,5 @@ def parse_draft_head(raw: Mapping[str, Any], where: str, method: str, tensors: C
 
 
 def is_draft_head(config: ModelConfig) -> bool:
-    """Return whether a config is that of a head that drafts."""
+    """Return whether a config describes a head that drafts."""
     return config.architecture in _DRAFT_HEADS

@@ -47,7 +47,7 @@ def read_rope(
     scaling = Fields(raw, f"{fields.where}: {name}")
     kind = scaling.text("rope_type", scaling.text("type", "default"))
     kind = old_names.get(kind, kind)
-    # With the pairs of a whole head, a part of it can't be rotated by itself
+    # proportional has the pairs of a whole head, so it doesn't go with a fraction or with neighbours as pairs
     kinds = (*_KINDS, "proportional") if fraction is None and not interleaved else _KINDS
     if kind not in (*kinds, "factors"):
         raise ConfigError(
@@ -96,7 +96,7 @@ def read_rope(
 
 
 def _parameters(fields: Fields, layer_type: str | None) -> Mapping[str, Any]:
-    """Return the parameters of one type of layers, which are nested under its name or the same for all types."""
+    """Return the parameters of one type of layers: those under its name, or those of all types."""
     raw = {**fields.object("rope_scaling"), **fields.object("rope_parameters")}
     if layer_type is None:
         return raw

@@ -1,6 +1,6 @@
 """SmolLM3: a Llama of which some layers, by default each fourth, don't rotate queries and keys.
 
-In variants with windows, these are the layers that have them.
+In variants with windows, the layers without rotation have them.
 """
 
 from __future__ import annotations

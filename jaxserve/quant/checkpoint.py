@@ -1,8 +1,8 @@
 """Reads `quantization_config` of a config.json: how each weight of a Hugging Face checkpoint is stored.
 
-The methods, by the rules of the tools that write them: AWQ (AutoAWQ), GPTQ (AutoGPTQ, GPTQModel), fp8 (AutoFP8,
-DeepSeek, Qwen3), fbgemm_fp8, compressed-tensors (llm-compressor), mxfp4 (gpt-oss). What isn't supported is refused by
-name.
+It reads these methods by the rules of the tools that write them: AWQ (AutoAWQ), GPTQ (AutoGPTQ, GPTQModel), fp8
+(AutoFP8, DeepSeek, Qwen3), fbgemm_fp8, compressed-tensors (llm-compressor), mxfp4 (gpt-oss). Errors name a method or
+field that isn't supported.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ CONVERTED = "jaxserve"
 _GROUP = Range(1, 2**20)
 _BLOCK = (128, 128)
 UNKNOWN_ORDER = "not read yet"
-"""The order of inputs that only the files tell; tensors of a parameter are taken to have the same one."""
+"""Stands for an order of inputs that only the files tell; all tensors of a parameter are assumed to have the same."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """How weights are stored whose modules match a pattern; a pattern that starts with "re:" is a regular expression.
+    """How weights of modules that match `pattern` are stored.
 
-    `Linear` matches every linear layer.
+    A pattern that starts with "re:" is a regular expression. `Linear` matches every linear layer.
     """
 
     pattern: str
@@ -49,7 +49,7 @@ class Rule:
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointQuantization:
-    """What a `quantization_config` says. `ignored` are patterns of modules that are not quantized.
+    """The content of a `quantization_config`. `ignored` are patterns of modules that are not quantized.
 
     `block` is the shape of the blocks of a weight that share a scale, if they cover several outputs.
     """
@@ -80,7 +80,7 @@ class CheckpointQuantization:
 
 
 def read_quantization(fields: Fields) -> CheckpointQuantization | None:
-    """Return what `quantization_config` says, None if there is none. Raises `ConfigError` for what isn't supported."""
+    """Return the parsed `quantization_config`, None if there is none. Raises `ConfigError` if it isn't supported."""
     name = "quantization_config" if fields.get("quantization_config") else "compression_config"
     raw = fields.object(name)
     if not raw:
@@ -177,7 +177,7 @@ def _gptq(fields: Fields) -> CheckpointQuantization:
 
 
 def _gptq_format(fields: Fields) -> str:
-    """Return the name of the field that tells the format of zeros, which depends on the version of GPTQModel."""
+    """Return the name of the field that tells the format of zeros: versions of GPTQModel write different ones."""
     return "checkpoint_format" if fields.get("checkpoint_format") is not None else "format"
 
 
@@ -236,7 +236,7 @@ def _compressed(fields: Fields) -> CheckpointQuantization:
         raise fields.error("config_groups", "an object of at least one group")
     if len(blocks) > 1:
         raise ConfigError(f"{fields.where}: config_groups with and without blocks are not supported together")
-    # A rule for some modules precedes that for all linear layers
+    # A rule for some modules precedes the rule for all linear layers
     rules.sort(key=lambda rule: rule.pattern == "Linear")
     ignored = tuple(fields.texts("ignore") or ())
     [block] = blocks
@@ -305,7 +305,7 @@ _EXPERTS = r"re:.*\.experts\.(gate_up|down)_proj$"
 
 
 def _mxfp4(fields: Fields) -> CheckpointQuantization:
-    fields.texts("modules_to_not_convert")  # All that aren't experts
+    fields.texts("modules_to_not_convert")  # It lists all modules that aren't experts
     stored = StoredWeight("MXFP4", Scheme("fp4", MXFP4_GROUP), "mxfp4", _BF16)
     return CheckpointQuantization("mxfp4", (Rule(_EXPERTS, stored),))
 

@@ -39,9 +39,9 @@ _BF16 = np.dtype(jnp.bfloat16)
 class WeightForm:
     """How a deployment holds one weight. Without a `scheme` it is bfloat16, packed for a CPU.
 
-    `factors` is the type of its scales, `zeros` that of its zeros; `reordered` tells whether its inputs have an order
-    of their own. `backend` multiplies by it in rows of outputs with an `arrangement` (see `QuantizedWeight`); None for
-    the packed layout of a CPU.
+    `factors` is the type of its scales, `zeros` the type of its zeros; `reordered` tells whether its inputs have an
+    order of their own. `backend` multiplies by a weight in rows of outputs with an `arrangement` (see
+    `QuantizedWeight`); it is None for the packed layout of a CPU.
     """
 
     scheme: Scheme | None = None
@@ -54,9 +54,9 @@ class WeightForm:
 
 @dataclasses.dataclass(frozen=True)
 class WeightChoice:
-    """The forms of weights by path, and of every other weight of a linear layer, why it isn't quantized.
+    """The forms of weights by path, and for every other weight of a linear layer the reason why it isn't quantized.
 
-    `method` is where quantized weights come from: `gguf`, a `quant_method`, the setting that quantizes them now
+    `method` tells where quantized weights come from: `gguf`, a `quant_method`, the setting that quantizes them now
     (`on_the_fly`), or `none`. `checkpoint` is the method of the checkpoint, empty if it isn't quantized.
     """
 
@@ -73,7 +73,7 @@ class WeightChoice:
 
     @property
     def summary(self) -> str:
-        """The method and schemes of the weights that are quantized, for people; empty if the checkpoint has none."""
+        """The method and schemes of quantized weights, as text; empty if neither checkpoint nor deployment has any."""
         if not self.quantized:
             return self.checkpoint and f"{self.checkpoint}, dequantized"
         counts = Counter(self.quantized.values())
@@ -157,7 +157,7 @@ def choose_weights(
 
 
 def _check_setting(setting: str, method: str | None) -> str | None:
-    """Return the scheme to quantize to now, if any. Raises `ConfigError` if the checkpoint has another method."""
+    """Return the scheme to quantize weights to, or None. Raises `ConfigError` if the checkpoint has another method."""
     if setting in ("auto", "none", method):
         return None
     if method is not None:
@@ -257,7 +257,7 @@ def _form(
 def _packed_in_16_bits(
     abstract: Any, linears: Mapping[Path, ParamSpec], paths: Iterable[Path], shards: Shards
 ) -> dict[Path, WeightForm]:
-    """Return the form of the other weights on a CPU; a tied head is packed together with the embedding."""
+    """Return the forms of those of `paths` that a CPU packs in 16 bits; a tied head is packed with the embedding."""
     tied = ties_head(abstract)
     packable = [path for path in sorted(paths, key=str) if _is_packable(linears[path], shards)]
     return {EMBEDDING if tied and path == HEAD else path: WeightForm() for path in packable}
@@ -274,7 +274,7 @@ def convert_forms(scheme: str, abstract: Any) -> dict[Path, WeightForm]:
 
 
 def ties_head(abstract: Any) -> bool:
-    """Return whether the embedding of a tree of parameters is its head, too; what drafts may have neither."""
+    """Return whether the embedding of a tree of parameters is its head, too; a head that drafts may have neither."""
     embedding, output = (getattr(abstract, name, None) for name in ("embedding", "output"))
     return output is None and embedding is not None
 

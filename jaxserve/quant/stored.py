@@ -1,4 +1,4 @@
-"""How checkpoints store weights: the schemes of their types, and what tensors of one parameter have in common."""
+"""How checkpoints store weights: the scheme of each type, and the scheme that fits all tensors of a parameter."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class StoredWeight:
 
     @property
     def zeros(self) -> np.dtype:
-        """A type that holds its zeros without loss: int16, as they are whole numbers, except those of GGUF."""
+        """A type that holds its zeros without loss: int16, as zeros are whole numbers, except in GGUF files."""
         return self.factors if self.packing == "gguf" else np.dtype(np.int16)
 
     @property
@@ -67,7 +67,7 @@ GGUF_TYPES: Mapping[str, StoredWeight] = {
         _gguf("MXFP4", Scheme("fp4", MXFP4_GROUP), _BF16),
     )
 }
-"""Those of GGUF's quantized types that `scale * (q - zero)` represents."""
+"""The quantized types of GGUF that `scale * (q - zero)` represents."""
 
 
 def join(tensors: Sequence[StoredWeight]) -> StoredWeight | str:

@@ -1,4 +1,4 @@
-"""Replaces weights in a model's tree of `ParamSpec`s by quantized or packed ones, and finds those in such a tree."""
+"""Replaces weights in a model's tree of `ParamSpec`s by quantized or packed ones, and finds them in such a tree."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from pallas_kernels.quantized_matmul import (
     run_bytes,
 )
 
-# For `--load-format dummy`, which draws bytes at random: the standard deviation of the bytes, and of their numbers
+# The standard deviations of the bytes that `--load-format dummy` draws at random, and of the numbers in them
 _DUMMY: dict[NumberType, tuple[float, float]] = {"int4": (64, 4.6), "int8": (30, 30), "fp4": (64, 2.9), "fp8": (1, 1)}
 _DUMMY_INPUT_SCALE = 0.05
 
 
 def hold_weights(abstract: Any, forms: Mapping[Path, WeightForm]) -> Any:
-    """Return the tree with the weight of each form at its path, whose leaves are specs of its arrays.
+    """Return the tree with a quantized or packed weight, made of specs of its arrays, at the path of each form.
 
     A head that is tied to the embedding gets a weight of its own.
     """
@@ -95,7 +95,7 @@ def _held(spec: ParamSpec, form: WeightForm) -> HeldWeight:
     assert scheme is not None, form
     shape, dtype = numbers_shape(spec.shape, scheme)
     groups = num_groups(inputs, scheme)
-    # One group is every shard's
+    # All shards hold a single group whole
     axes = spec.axes if groups > 1 else (*spec.axes[:-1], None)
     deviation, size = _DUMMY[scheme.numbers]
     factors = dataclasses.replace(spec, shape=(*spec.shape[:-1], groups), dtype=form.factors, axes=axes, parts=())

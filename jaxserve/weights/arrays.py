@@ -1,8 +1,8 @@
 """Builds jax arrays from host buffers: a reader fills each shard of a parameter, and the shard goes to its devices.
 
-Owns what a process reads and holds while it loads. It reads only the shards of its own devices, and each shard once,
-even if several devices share it. Each thread holds one shard until it is a jax array. On a CPU the array is the buffer
-itself (jax uses memory aligned to 64 bytes without a copy), so nothing is held twice.
+This module decides how much a process reads and holds while it loads. It reads only the shards of its own devices, and
+each shard once, even if several devices share it. Each thread holds one shard until it is a jax array. On a CPU the
+array is the buffer itself (jax uses memory aligned to 64 bytes without a copy), so nothing is held twice.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def build_params(abstract: Any, shardings: Any, reader: WeightReader) -> Any:
     assert len(placed) == len(leaves), (len(placed), len(leaves))
     assert sorted(reader.order) == list(range(len(leaves)))
 
-    # Computed before the threads start: jax 0.11.2 crashed, with several processes, where two threads at once made the
-    # first call
+    # This is computed before the threads start: with several processes, jax 0.11.2 crashed if two threads made the
+    # first call at once
     devices = [_devices_by_bounds(spec, sharding) for (_, spec), sharding in zip(leaves, placed)]
 
     def build(i: int) -> jax.Array:

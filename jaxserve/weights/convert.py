@@ -36,7 +36,7 @@ Progress = Callable[[int, int], None]
 def convert(source: ModelSource, config: EngineConfig, folder: FilePath, progress: Progress) -> None:
     """Write config.json, the weights in `--dtype`, and last the manifest that marks them as complete, into `folder`.
 
-    With `--quantization`, linear layers are quantized; what the checkpoint has quantized is dequantized.
+    With `--quantization`, linear layers are quantized; weights that the checkpoint has quantized are dequantized.
     Calls `progress` after each parameter, with its bytes and the bytes of all parameters. Raises `ConfigError` if the
     model can't be read or the folder can't be written.
     """

@@ -60,7 +60,7 @@ def dummy_reader(abstract: Any, seed: int) -> WeightReader:
 
 
 def _as_type(values: np.ndarray[Any, Any], dtype: np.dtype) -> np.ndarray[Any, Any]:
-    """Return random values in a type; of integers, the bits that the type holds."""
+    """Return random values converted to a type; integers keep only the bits that the type holds."""
     return values.astype(np.int64).astype(dtype) if dtype.kind in "iu" else values.astype(dtype)
 
 

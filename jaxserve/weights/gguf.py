@@ -85,7 +85,7 @@ class GGUFFile:
         for kind, raw, inside, part in self._row_parts(name, window, out):
             if kind == Kind.MXFP4:  # Scales of other types are products of float16
                 self._factors(name, kind, raw)
-            # As one long row: the package works through groups of 16 rows, which is slow for short ones
+            # All rows become one long row: the package works through groups of 16 rows, which is slow for short ones
             values = dequantize(raw.reshape(1, -1), kind).reshape(len(part), -1)
             part[...] = values[:, inside].reshape(part.shape)
         if self._norm_offset and name.endswith("norm.weight"):
@@ -112,7 +112,7 @@ class GGUFFile:
                 part[factor] = values.reshape(len(part), -1)[:, found]
 
     def _factors(self, name: str, kind: Kind, raw: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], ...]:
-        """Return the scales and minima of blocks. Raises `ConfigError` for those that can't be used."""
+        """Return the scales and minima of blocks. Raises `ConfigError` for values that can't be used."""
         blocks = _blocks(raw, kind)
         factors = BLOCK_KINDS[kind].factors(blocks)
         for values in factors:
@@ -121,7 +121,7 @@ class GGUFFile:
         def are_used(chosen: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
             return (BLOCK_KINDS[kind].numbers(blocks)[chosen[..., 0]] & _FP4_MAGNITUDE).any(axis=-1)
 
-        # Scales of float16 are 0 where the weights are: a tiny one is rounded to 0
+        # A scale in float16 may be 0 though its numbers aren't: tiny scales are rounded to 0
         check_weight_scales(factors[0], name, self.description, are_used if kind == Kind.MXFP4 else None)
         return factors
 
@@ -171,7 +171,8 @@ class GGUFFile:
     def _row_order(self, name: str, rows: int) -> np.ndarray[Any, Any] | None:
         """Return the file's row for each of Hugging Face's rows, or None if the order is the same.
 
-        Hugging Face has the two dimensions that a rotation turns half a head apart, the file side by side.
+        In Hugging Face's order, the two dimensions that a rotation turns are half a head apart; the file has them side
+        by side.
         """
         heads = next((count for part, count in self._permuted.items() if part in name), 0)
         return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(rows) if heads else None
@@ -225,7 +226,7 @@ def _blocks(raw: np.ndarray[Any, Any], kind: Kind) -> np.ndarray[Any, Any]:
 
 
 def _info(tensors: Sequence[GGUFTensorInfo]) -> TensorInfo:
-    """Return the shape and type of the tensor that tensors of the file make up by turns."""
+    """Return the shape and type of the tensor whose rows alternate between these tensors of the file."""
     kinds = [_TYPES.get(tensor.ggml_type) for tensor in tensors]
     types = [f"ggml type {tensor.ggml_type}" if kind is None else kind.name for tensor, kind in zip(tensors, kinds)]
     shape, stored_type = tensors[0].shape, " and ".join(dict.fromkeys(types))

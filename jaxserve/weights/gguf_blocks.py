@@ -1,6 +1,7 @@
-"""Decodes those of GGUF's quantized types that `scale * q + minimum` over groups of weights represents without loss.
+"""Decodes the quantized types of GGUF that `scale * q + minimum` over groups of weights represents without loss.
 
-Works on the bytes of blocks; knows no files. The types: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h
+It works on the bytes of blocks and knows no files. https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h
+defines the types.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def _q5_k_numbers(raw: Bytes) -> Any:
 
 
 def _q6_k_numbers(raw: Bytes) -> Any:
-    """Return the 6-bit numbers plus 96: their middle of 32 becomes 128."""
+    """Return the 6-bit numbers plus 96: their middle, 32, becomes 128."""
     low = raw[..., :128].reshape(*raw.shape[:-1], 2, 64)
     low = np.concatenate([low & 15, low >> 4], axis=-1).reshape(*raw.shape[:-1], 2, 4, 32)
     shifts = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
@@ -106,7 +107,7 @@ def _scale_and_minimum(raw: Bytes) -> tuple[Floats, Floats]:
 BLOCK_KINDS: dict[Kind, BlockKind] = {
     Kind.Q4_0: BlockKind(32, lambda raw: _nibbles(raw[..., 2:]), _around(8)),
     Kind.Q4_1: BlockKind(32, lambda raw: _nibbles(raw[..., 4:]), _scale_and_minimum),
-    # Plus 112: their middle of 16 becomes 128
+    # Adds 112: the middle of the numbers, 16, becomes 128
     Kind.Q5_0: BlockKind(32, lambda raw: (_nibbles(raw[..., 6:]) | _fifth_bits(raw[..., 2:6])) + 112, _around(128)),
     Kind.Q5_1: BlockKind(32, lambda raw: _nibbles(raw[..., 8:]) | _fifth_bits(raw[..., 4:8]), _scale_and_minimum),
     # Adds 128 to two's complement numbers

@@ -144,7 +144,7 @@ def _files_to_open(folder: Path) -> dict[str, set[str] | None]:
 
 
 def _advice(folder: Path, pickles: list[str]) -> str:
-    """Say how to make safetensors of pickles. A single one may be no model of transformers: a head that drafts."""
+    """Return how to convert pickles to safetensors. A single pickle may be a head, which transformers can't load."""
     if len(pickles) == 1:
         command = (
             "import torch; from safetensors.torch import save_file; "

@@ -25,14 +25,15 @@ _NAME = re.compile(
 
 
 class KVScaleName(NamedTuple):
-    """The layer of a scale, and what it scales: `k`, `v`, `kv` (both), `q`, or `prob` (probabilities)."""
+    """The layer of a scale, and the name of the numbers that it scales: `k`, `v`, `kv` (both), `q`, or `prob`
+    (probabilities)."""
 
     layer: int
     scaled: str
 
 
 def parse_kv_scale_name(name: str) -> KVScaleName | None:
-    """Return what the tensor `name` scales; None if it is no scale of attention."""
+    """Return the layer and the numbers that the tensor `name` scales; None if it is no scale of attention."""
     found = _NAME.fullmatch(name)
     if found is None:
         return None

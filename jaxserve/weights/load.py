@@ -41,8 +41,8 @@ def checkpoint_reader(
 
     If `abstract` has quantized or packed weights, `dense` is the same tree without them, and `quantized` the source of
     those that the checkpoint has quantized. `ignored` tells whether the checkpoint may hold a tensor of this name that
-    no parameter uses; those that don't begin with `part` aren't logged. Raises `ConfigError` naming the tensors that
-    are missing, left over, of the wrong shape, or of a type that can't be read.
+    no parameter uses; the names of such tensors are logged if they begin with `part`. Raises `ConfigError` naming the
+    tensors that are missing, left over, of the wrong shape, or of a type that can't be read.
     """
     dense = abstract if dense is None else dense
     leaves, _ = flatten(dense)
@@ -130,8 +130,8 @@ def check_names(source: TensorSource, specs: Collection[ParamSpec], ignored: Cal
 def _file_shape(parts: Sequence[TensorPart], spec: ParamSpec, *, quantized: bool) -> list[int]:
     """Return the shape that a tensor of these parts has in a file.
 
-    All outputs are one dimension there, and all inputs. A tensor of all experts has them as its first one. Without
-    inputs it is a vector, unless it is a table.
+    All outputs are one dimension there, as are all inputs. A tensor of all experts has the experts as its first
+    dimension. Without inputs it is a vector, unless it is a table.
     """
     shapes = [_joined(part, spec, quantized=quantized) for part in parts]
     return [sum(shape[0] for shape in shapes), *shapes[0][1:]]
@@ -160,7 +160,7 @@ def _fits(info: TensorInfo, parts: Sequence[TensorPart]) -> bool:
 
 
 def _assert_covered(shapes: Mapping[Path, tuple[int, ...]], pieces: Mapping[Path, Sequence[TensorPart]]) -> None:
-    """Assert that the parts fill every parameter: they are code of the model family, not input of a user."""
+    """Assert that the parts fill every parameter: the model family's code decides them, not a user's files."""
     for path, shape in shapes.items():
         written = sum(math.prod(part.shape) for part in pieces.get(path, ()))
         assert written == math.prod(shape), f"{dotted(path)} {shape}: {written} elements have a tensor"

@@ -52,9 +52,9 @@ def open_weights(
     """Return a reader of the parameters of `abstract`; so far only names, shapes and types have been read.
 
     If some weights are quantized or packed, `dense` is the same tree without them; with `on_the_fly`, weights of 16
-    bits are quantized as they are read. `quantization` is that of the checkpoint's config. Parameters that are only a
-    `part` of the checkpoint need just the tensors whose names begin so. Raises `ConfigError` if the
-    source isn't of `load_format`, or its tensors don't fit the model.
+    bits are quantized as they are read. `quantization` is read from the checkpoint's config. If the parameters are only
+    a part of the checkpoint, the names of their tensors begin with `part`. Raises `ConfigError` if the source isn't of
+    `load_format`, or its tensors don't fit the model.
     """
     dense = abstract if dense is None else dense
     if load_format == "dummy":
@@ -63,7 +63,7 @@ def open_weights(
         return dummy_reader(abstract, seed)
     _check_format(source, load_format)
     if source.kind == "orbax":
-        # Imported here so that other formats start without it
+        # The import stands here, so that other formats start without it
         from jaxserve.weights.orbax import OrbaxCheckpoint
 
         checkpoint = OrbaxCheckpoint(source.path)
@@ -85,8 +85,8 @@ def open_weights(
 def check_tensors(source: ModelSource, model: ModelConfig, load_format: LoadFormat = "auto", *, part: str = "") -> None:
     """Raise `ConfigError` if the names and shapes of a file's tensors are not those that its config describes.
 
-    Called before programs are compiled, so that a wrong file is found early. A folder of `jaxserve convert` is checked
-    when it is opened instead. `part` is as in `open_weights`.
+    It is called before programs are compiled, so that a wrong file is found early. A folder of `jaxserve convert` is
+    checked when it is opened instead. `part` is as in `open_weights`.
     """
     if load_format != "dummy" and source.kind != "orbax":
         leaves, _ = flatten(abstract_params(LaidOutModel(model), np.dtype(np.float32)))
@@ -96,7 +96,7 @@ def check_tensors(source: ModelSource, model: ModelConfig, load_format: LoadForm
 
 
 def stored_types(source: ModelSource, model: ModelConfig, load_format: LoadFormat = "auto") -> Stored:
-    """Return how the tensors of a checkpoint are stored, if they may be quantized; else nothing."""
+    """Return how the tensors of a checkpoint are stored, if they may be quantized; else {}."""
     if load_format == "dummy" or source.kind == "orbax":
         return {}
     opened = open_source(source, load_format, model.quantization)
@@ -132,15 +132,15 @@ def has_kv_scales(source: ModelSource) -> bool:
 
 
 def is_ignored(name: str) -> bool:
-    """Return whether no parameter needs a checkpoint tensor: frequencies, which are computed, the copy of a tied head,
-    scales of a KV cache, which the state has, or an encoder of images or sound, which are refused."""
+    """Return whether no parameter needs a checkpoint tensor: frequencies, which are computed; the copy of a tied head;
+    scales of a KV cache, which the state has; encoders, as images and sound are refused."""
     own = name.removeprefix("model.")
     computed = name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight"
     return computed or parse_kv_scale_name(name) is not None or own.startswith(_TOWERS)
 
 
 def _ignored(source: TensorSource, part: str) -> Callable[[str], bool]:
-    """Return whether a source may hold a tensor that the model has no place for."""
+    """Return the function that tells whether a source may hold a tensor of a name that no parameter has."""
 
     def ignored(name: str) -> bool:
         return is_ignored(name) or not name.startswith(part)

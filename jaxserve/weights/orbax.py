@@ -55,7 +55,7 @@ class OrbaxCheckpoint:
     def _fill(self, path: Path, spec: ParamSpec, window: Window, out: np.ndarray[Any, Any]) -> None:
         name = dotted(path)
         stored = self._manifest.parameters[name]
-        # As integers: numpy copies elements of types that it doesn't know itself one by one
+        # Copied as integers: numpy copies elements of types that it doesn't know itself one by one
         bits = out.view(f"u{out.itemsize}")
         touched = [range(part.start // size, -(-part.stop // size)) for part, size in zip(window, stored.chunks)]
         for index in itertools.product(*touched):

@@ -1,9 +1,9 @@
-"""Writes parameters as an Orbax checkpoint. Two are read at a time (more if they are quantized), and as many may
-still be being written.
+"""Writes parameters as an Orbax checkpoint. Two are read at a time (more if they are quantized), while as many are
+written.
 
-Owns their layout on disk: independent of any mesh, in chunks along the axis that shards are split by, so that a shard
-is contiguous. Nothing is compressed and each chunk is a file of its own (no OCDBT): weights hardly shrink, and files
-that hold nothing but numbers are read as fast as memory is copied.
+This module owns their layout on disk. It doesn't depend on a mesh: parameters are cut into chunks along the axis that
+shards split, so that a shard is contiguous. Nothing is compressed and each chunk is a file of its own (no OCDBT):
+weights hardly shrink, and files that hold nothing but numbers are read as fast as memory is copied.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def fill_window(tensors: Tensors, parts: Parts, window: Window, out: np.ndarray[
 
 
 def _overlap(window: Window, part: TensorPart) -> Window | None:
-    """Return what a part fills of a window of its parameter, or None."""
+    """Return the part of a window of a parameter that a part fills, or None."""
     bounds = [
         (max(w.start, start), min(w.stop, start + length)) for w, start, length in zip(window, part.index, part.shape)
     ]

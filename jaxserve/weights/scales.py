@@ -1,6 +1,6 @@
 """Refuses scales of a checkpoint that float32, in which they are multiplied, can't use.
 
-Near 0, one may become 0; a large one makes products infinite, or all inputs 0. Such a file is damaged.
+A scale near 0 may become 0; a large one makes products infinite, or all inputs 0. A file with such a scale is damaged.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from jaxserve.errors import ConfigError
 Array = np.ndarray[Any, Any]
 
 LARGEST_SCALE = 1e6
-"""A scale is a largest number divided by that of its type, 7 to 448: no model's are near it."""
+"""No model has scales near this: a scale is the largest number of a group divided by that of its type, 7 to 448."""
 SMALLEST_INPUT_SCALE = 1e-15
-"""Of inputs, keys and values. Quantizers write 2e-15 for inputs that were all 0."""
+"""The smallest scale of inputs, keys and values. Quantizers write 2e-15 for inputs that were all 0."""
 _SMALLEST_WEIGHT_SCALE = np.finfo(np.float32).tiny
 _ADVICE = "the file is damaged; fetch it again"
 INPUT_SCALES = f"from {SMALLEST_INPUT_SCALE:g} to {LARGEST_SCALE:g}"
@@ -38,8 +38,8 @@ def check_input_scales(values: Array, name: str, where: str) -> None:
 def check_weight_scales(scales: Array, name: str, where: str, used: Callable[[Array], Array] | None = None) -> None:
     """Raise `ConfigError` naming the tensor and the value if weights can't be multiplied by a scale.
 
-    A scale may be 0 or subnormal if it is of no use: `used(chosen)` tells which of those scales, as a mask, belong to
-    numbers that aren't all 0. Without it, any may be.
+    A scale may be 0 or subnormal if all its numbers are 0. `used(chosen)` takes a mask of scales, and returns a mask of
+    the chosen ones whose numbers aren't all 0. Without it, any scale may be 0 or subnormal.
     """
     magnitude = np.abs(scales)
     wrong = ~(magnitude <= LARGEST_SCALE)

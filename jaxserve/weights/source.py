@@ -59,8 +59,8 @@ class TensorSource(Protocol):
 class QuantizedSource(TensorSource, Protocol):
     """A checkpoint that has quantized matrices `[out, in]`: a weight is `scale * q + minimum`.
 
-    The last three functions are only for tensors whose `stored` has a scheme. Their inputs are in the order that
-    `read_order` tells, in which groups are contiguous.
+    The functions below are only for tensors whose `stored` has a scheme. Numbers and factors are in the order of inputs
+    that `read_order` tells, in which groups are contiguous.
     """
 
     @property
@@ -78,7 +78,7 @@ class QuantizedSource(TensorSource, Protocol):
         """
 
     def read_order(self, name: str) -> np.ndarray[Any, Any] | None:
-        """Return the model's input of each number of a row, int32 `[in]`. None if they are in the model's order."""
+        """Return the model's input of each number of a row, int32 `[in]`; None if they are in the model's order."""
 
     def read_input_scale(self, name: str) -> float:
         """Return the scale of static activations."""

@@ -13,7 +13,7 @@ LANES = 16
 _BITS, _NUMBERS = I16.times(LANES), F32.times(LANES)
 # Its exponential is near the largest float32, and its inverse is almost 0.
 _LARGEST = 88.0
-# Enough numbers for an item to be worth starting a thread
+# An item with this many numbers is worth starting a thread
 _ITEM_NUMBERS = 1 << 14
 
 

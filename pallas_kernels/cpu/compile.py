@@ -26,7 +26,7 @@ _ENGINES: list[Any] = []
 
 
 class Code(NamedTuple):
-    """What a kernel was compiled to: an object file, for a process that may use these features of the CPU."""
+    """The code of a kernel: an object file, for a process that may use these features of the CPU."""
 
     features: frozenset[str]
     object_file: bytes
@@ -70,8 +70,11 @@ def call(kernel: Kernel, results: Any, *operands: jax.Array, in_place: dict[int,
 
 
 def register(kernel: Kernel, code: Code | None = None) -> None:
-    """Register a kernel with XLA, once in a process: with the code that `kernels_in` returned in a process on the same
-    CPU, or else compiled now. A process that may use other features of the CPU compiles it, too."""
+    """Register a kernel with XLA, once in a process.
+
+    `code` comes from `kernels_in` in a process on the same CPU. Without it, or if this process may use other features
+    of the CPU, the kernel is compiled now.
+    """
     with _LOCK:
         if kernel.name in _KERNELS:
             return

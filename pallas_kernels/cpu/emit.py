@@ -1,8 +1,8 @@
 """Writes functions as LLVM IR: values with operators, and loops and branches whose bodies are Python functions.
 
-Holds arithmetic and control flow, and no kernel. The output is text, so that it can be read, tested, and compiled by
-any LLVM. A Python number stands for a constant of the other operand's type, in every lane of a vector. Integer types
-have no sign: comparisons, division and conversions treat integers as signed, right shifts as unsigned.
+This module has arithmetic and control flow, and no kernel. Its output is text, so that it can be read, tested, and
+compiled by any LLVM. A Python number stands for a constant of the other operand's type, in every lane of a vector.
+Integer types have no sign: comparisons, division and conversions treat integers as signed, right shifts as unsigned.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ class Function:
     def opaque(self, pointer: Value) -> Value:
         """Return the same pointer, from an instruction that does nothing and that LLVM can't look into.
 
-        Of pointers at equal distances, LLVM computes each by a product; if all are opaque, it adds the distance.
+        LLVM computes pointers at equal distances by a product each. If they are opaque, it adds the distance.
         """
         return self._emit(PTR, f'call ptr asm "", "=r,0"(ptr {pointer.ref})')
 

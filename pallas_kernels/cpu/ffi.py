@@ -1,8 +1,8 @@
 """The interface to XLA: a function that XLA calls with buffers, and that shares its work among XLA's threads.
 
-Owns the layout of XLA's structs (`xla/ffi/api/c_api.h`, which jaxlib has in its `include`; they are only ever extended
-at their ends) and the distribution of items to threads. The calling thread works too, and takes items until none is
-left, so that a busy thread pool delays nothing. A thread that starts too late finds no items.
+This module owns the layout of XLA's structs (`xla/ffi/api/c_api.h`, which jaxlib has in its `include`; they are only
+ever extended at their ends) and the distribution of items to threads. The calling thread works too, and takes items
+until none is left, so that a busy thread pool delays nothing. A thread that starts too late finds no items.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Buffer:
 
 
 class Call:
-    """A call of XLA's. `arguments` and `results` are its arrays, in order; `num_threads` threads can work on it."""
+    """A call by XLA. `arguments` and `results` are its arrays, in order; `num_threads` threads can work on it."""
 
     def __init__(self, function: Function, frame: Value, num_arguments: int, num_results: int) -> None:
         self.function = function
@@ -60,7 +60,7 @@ class Call:
     def parallel_for(self, num_items: Value, captured: Sequence[Value], work: Callable[..., None]) -> None:
         """Run the code that `work(function, item, *captured)` writes for each item, in any order, on any thread.
 
-        Waits until all items are done. Only integers and pointers can be captured. Allowed once in a call.
+        Waits until all items are done. Only integers and pointers can be captured. A call may do this once.
         """
         f = self.function
         task = _task(f.module, f"{f.name}_task", [value.type for value in captured], work)
@@ -104,7 +104,7 @@ class Call:
         return message
 
     def _remove_helper(self, error: Value, job: Value) -> None:
-        """Count one user less: XLA has no thread for it, and the others do its part."""
+        """Count one user less: XLA has no thread for this helper, and the other threads do its part."""
         self._destroy(error)
         self.function.fetch_add(self.function.at(job, _USERS), -1)
 
@@ -146,7 +146,7 @@ def handler(module: Module, name: str, num_arguments: int, num_results: int, bod
 
 
 def _task(module: Module, name: str, kinds: Sequence[Type], work: Callable[..., None]) -> str:
-    """Write the function that a helping thread runs, and those it calls; return its name."""
+    """Write the function that a helping thread runs, and the functions that it calls; return its name."""
     one = module.function(f"{name}_item", [I64, *kinds])
     work(one, *one.arguments)
     one.ret()

@@ -40,7 +40,7 @@ def exp(f: Function, x: Value) -> Value:
 
 
 def log(f: Function, x: Value) -> Value:
-    """Return the logarithm of positive normal numbers, to 1e-7 of its value, or near 1 of `1 - x`."""
+    """Return the logarithm of positive normal numbers. The error is up to 1e-7 of it; near 1, up to 1e-7 of `1 - x`."""
     bits = f.convert("bitcast", x, I32.times(x.type.lanes))
     exponent = f.convert("sitofp", (bits >> 23) - 126, x.type)
     mantissa = f.convert("bitcast", (bits & 0x7FFFFF) | 0x3F000000, x.type)
@@ -96,7 +96,7 @@ def lane_sums(f: Function, vectors: Sequence[Value]) -> Value:
 
 def transpose(f: Function, rows: Sequence[Value]) -> list[Value]:
     """Return the columns of 16 vectors of 16 lanes."""
-    # Lanes, then pairs of lanes within each quarter, then quarters: each of these shuffles is one instruction
+    # Exchange lanes, then pairs of lanes within each quarter, then quarters: each of these shuffles is one instruction
     quarters = range(0, 16, 4)
     numbers = [[q + i for q in quarters for i in pattern] for pattern in ((0, 16, 1, 17), (2, 18, 3, 19))]
     twos = [[q + i for q in quarters for i in pattern] for pattern in ((0, 1, 16, 17), (2, 3, 18, 19))]

@@ -28,8 +28,8 @@ _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
 class TileRegisters:
     """The instructions of one function. A thread must `configure` its registers first, and `release` them last.
 
-    Registers of `LEFT` and `SUMS` have `rows` rows, 1 to `ROWS`, those of `RIGHT` have `ROWS`. A row holds 16 float32
-    sums, 32 bfloat16 inputs of `LEFT`, or of `RIGHT` two neighbouring inputs of each of 16 outputs.
+    Registers of `LEFT` and `SUMS` have `rows` rows, 1 to `ROWS`; those of `RIGHT` have `ROWS`. A row of `SUMS` holds 16
+    float32 sums, one of `LEFT` 32 bfloat16 inputs, one of `RIGHT` two neighbouring inputs of each of 16 outputs.
     """
 
     SUMS, LEFT, RIGHT = range(4), 4, range(5, 8)

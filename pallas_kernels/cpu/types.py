@@ -32,7 +32,7 @@ class Type:
 
     @property
     def alignment(self) -> int:
-        """Alignment of one number, also for vectors: rows of a tensor may start anywhere."""
+        """Alignment of one number. Vectors have the same, as rows of a tensor may start anywhere."""
         return Type(self.name).nbytes
 
     def times(self, lanes: int) -> Type:

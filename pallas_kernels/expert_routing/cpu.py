@@ -15,7 +15,7 @@ from pallas_kernels.cpu.types import F32, I32, I64, PTR
 from pallas_kernels.grouped_matmul.groups import Groups
 
 _LANES = F32.times(16)
-# Enough numbers for an item to be worth starting a thread
+# An item with this many numbers is worth starting a thread
 _ITEM_NUMBERS = 1 << 14
 
 
@@ -53,7 +53,7 @@ def _group(call: Call) -> None:
     choices, pairs = ids.dim(1), ids.dim(0) * ids.dim(1)
     experts = starts.dim(0) - 1
     none = f.constant(I32, 0)
-    # The next row of each expert; one more counts pairs without an expert
+    # A cursor is the next row of an expert; one more counts pairs without an expert
     cursors = f.call("malloc", PTR, (experts + 1) * 4)
 
     def read(array: Value, i: Value) -> Value:
@@ -123,7 +123,7 @@ def _add(call: Call) -> None:
                 def add(choice: Value, total: Value) -> Value:
                     pair = t * choices + choice
                     row = f.convert("sext", f.load(I32, places, pair * 4), I64)
-                    # What a row without a pair holds is undefined: it may be NaN
+                    # A row without a pair is undefined: it may hold NaN
                     chosen = row < rows
                     weight = f.select(chosen, f.load(F32, weights, pair * 4), f.constant(F32, 0.0))
                     source = f.at(out, (f.select(chosen, row, 0) * dim + at) * 4)

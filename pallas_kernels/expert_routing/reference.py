@@ -11,7 +11,7 @@ from pallas_kernels.expert_routing.routing import Routing
 from pallas_kernels.grouped_matmul.groups import Groups
 
 TINY = 1e-20
-"""Added to the sum of weights that sigmoids give, as DeepSeek-V3 does."""
+"""It is added to the sum of weights that sigmoids give, as in DeepSeek-V3."""
 
 
 def choose_experts(

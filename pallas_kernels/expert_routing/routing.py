@@ -10,7 +10,7 @@ Scores = Literal["softmax", "sigmoid", "softmax_of_chosen"]
 
 @dataclasses.dataclass(frozen=True)
 class Routing:
-    """A token chooses the `choices` experts of highest score; of equal scores, that of lowest index.
+    """A token chooses the `choices` experts of highest score; of experts with equal scores, that of lowest index.
 
     `scores` are made of the router's logits: `softmax` over all experts, `sigmoid` of each, or `softmax_of_chosen`: the
     logits choose, and the weights are the softmax over the chosen ones. If the router has a correction, it is added to

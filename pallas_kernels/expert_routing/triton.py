@@ -1,4 +1,5 @@
-"""Routing on NVIDIA GPUs in two kernels: one chooses experts, a token a program; one groups pairs, an expert a program.
+"""Routing on NVIDIA GPUs in two kernels: one chooses experts, by a program per token; one groups pairs, by a program
+per expert.
 
 Each program does all the work of its token or expert, so that no sort, loop or scatter of XLA stands between the
 router's product and the experts'.
@@ -89,7 +90,7 @@ def _softmax(x: Float32[Array, " lanes"]) -> Float32[Array, " lanes"]:
 def _best(
     by: Float32[Array, " lanes"], free: Bool[Array, " lanes"], lane: Int32[Array, " lanes"], count: int
 ) -> list[Int32[Array, ""]]:
-    """Return the lanes of the highest numbers among the `free` ones, of equal ones the first, the highest first."""
+    """Return the lanes of the highest numbers among the `free` ones, in descending order, equal ones by lane."""
     found = []
     for _ in range(count):
         best = jnp.where(free, by, -jnp.inf).max()
@@ -101,7 +102,7 @@ def _best(
 def _allowed(
     by: Float32[Array, " lanes"], lane: Int32[Array, " lanes"], size: int, routing: Routing
 ) -> Bool[Array, " lanes"]:
-    """Return which experts are of the best groups, which have `size` experts each."""
+    """Return which experts belong to the best groups, which have `size` experts each."""
     group = lax.iota(jnp.int32, pl.next_power_of_2(routing.groups))
     sums = jnp.full(group.shape, -jnp.inf, jnp.float32)
     for i in range(routing.groups):
@@ -120,7 +121,7 @@ def group_by_expert(ids: Int32[Array, "tokens choices"], num_experts: int, *, in
     block = min(pl.next_power_of_2(pairs), _PAIRS)
     starts, tokens, places = pl.pallas_call(
         functools.partial(_group, experts=num_experts, choices=ids.shape[1], block=block),
-        # The last program writes what belongs to pairs whose expert isn't here.
+        # The last program handles the pairs whose expert isn't here.
         grid=(num_experts + 1,),
         out_shape=[jax.ShapeDtypeStruct((size,), jnp.int32) for size in (num_experts + 1, pairs, pairs)],
         compiler_params=plgpu.CompilerParams(num_warps=max(1, block // (_WARP * _PAIRS_A_THREAD)), num_stages=1),

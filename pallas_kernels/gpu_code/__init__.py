@@ -1,4 +1,4 @@
-"""Reads what kernels take of a GPU out of a program that was compiled for one; runs nothing and needs no GPU.
+"""Reads which resources of a GPU kernels take, from a program that was compiled for one; needs no GPU.
 
 `executable` finds the kernels, `riegeli` opens the files that hold them, `cubin` reads one kernel's machine code, and
 `wire` the fields of protobuf messages. None of these formats is a promised interface. Anything that differs from what

@@ -1,6 +1,6 @@
-"""What a kernel takes of a GPU, from its machine code: an ELF file of NVIDIA's.
+"""Reads which resources of a GPU a kernel takes, from its machine code: an ELF file of NVIDIA's.
 
-The attributes in it have no public reference. What is read here is what `ptxas -v` prints for the same code.
+The attributes in it have no public reference. The numbers read here equal those that `ptxas -v` prints for the code.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from pallas_kernels.gpu_code.wire import UnreadableError, take
 ELF = b"\x7fELF"
 _SECTION_HEADER_BYTES = 64
 
-# Of attributes: their format, which says whether a value has a size of its own or two bytes; and their numbers.
+# The formats of attributes, which say whether a value has a size of its own or two bytes; then their numbers.
 _FORMATS, _SIZED = (1, 2, 3, 4), 4
 _REGISTERS, _STACK = 0x2F, 0x12
 _THREADS = (0x10, 0x05)  # all that a block has, or may have: a kernel has one of them
 
-# From Hopper on, a kernel's own shared memory begins with what the system takes.
+# From Hopper on, the system takes the first bytes of a kernel's shared memory.
 _HOPPER, _SYSTEM_SHARED_BYTES = 90, 1024
 
 
@@ -31,8 +31,8 @@ class Resources:
     """`registers` and `stack_bytes` of each thread, `shared_bytes` and `threads` of each block.
 
     Registers are those that a thread starts with. The stack, which includes that of called functions, lies in local
-    memory; spilled registers are in it. Shared memory excludes what the system takes. `threads` is None if the code
-    doesn't say it.
+    memory; spilled registers are in it. Shared memory excludes the system's bytes. `threads` is None if the code
+    doesn't tell it.
     """
 
     registers: int
@@ -42,7 +42,7 @@ class Resources:
 
 
 def resources(cubin: bytes, kernel: str) -> Resources:
-    """Return what a kernel of this machine code takes; of shared memory, what is fixed before a launch.
+    """Return the resources that a kernel of this machine code takes; shared memory that a launch adds isn't counted.
 
     Raises `UnreadableError`.
     """

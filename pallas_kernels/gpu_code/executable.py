@@ -18,9 +18,9 @@ from pallas_kernels.gpu_code.wire import MessageField, UnreadableError, fields
 
 
 def kernel_resources(serialized: bytes, instructions: Collection[str]) -> dict[str, Resources]:
-    """Return what the kernel of each of these instructions takes.
+    """Return the resources that the kernel of each of these instructions takes.
 
-    Raises `UnreadableError` if the program doesn't say it for all of them, or a package that reads it isn't installed.
+    Raises `UnreadableError` if the program doesn't tell them for all, or a package that reads it isn't installed.
     """
     try:
         import cramjam  # noqa: F401
@@ -60,12 +60,12 @@ def _kernels(data: bytes, instructions: Collection[str]) -> Iterator[tuple[str, 
 
 
 def _kernel(data: bytes, message: dict[int, MessageField]) -> Resources | None:
-    """Return what a message says of its kernel, or None if the message is no kernel."""
+    """Return the resources of the kernel in a message, or None if the message is no kernel."""
     if _is_code(data, message.get(8)):
-        # Mosaic GPU's.
+        # This is Mosaic GPU's form.
         code, name, shared = message[8], message.get(9), message.get(10)
     else:
-        # Triton's: a CustomKernelProto, in whose specification the code is in a message of its own.
+        # This is Triton's form: a CustomKernelProto, whose specification has the code in a message of its own.
         specification = _last(data, message.get(2))
         inner = _last(data, specification.get(2)).get(1)
         if inner is None or not _is_code(data, inner):

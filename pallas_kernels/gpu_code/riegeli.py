@@ -1,6 +1,7 @@
-"""Records of a Riegeli file (https://github.com/google/riegeli/blob/master/doc/riegeli_records_file_format.md).
+"""Reads Riegeli files (https://github.com/google/riegeli/blob/master/doc/riegeli_records_file_format.md).
 
-Reads only what XLA writes: chunks of simple records, packed with Snappy or not at all. Checksums are not verified.
+It reads only the forms that XLA writes: chunks of simple records, packed with Snappy or not at all. Checksums are not
+verified.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def _decompressed(packing: bytes, data: bytes) -> bytes:
 
     size, at = varint(data, 0)
     unpacked_size, _ = varint(data, at)
-    # The library allocates what a block says of itself.
+    # The library allocates as many bytes as a block claims to unpack to.
     if unpacked_size != size or size > _SNAPPY_RATIO * len(data):
         raise UnreadableError(f"a Snappy block of {len(data)} bytes says {unpacked_size} for Riegeli records of {size}")
     try:

@@ -1,6 +1,6 @@
 """The choice of a backend for the experts of a layer, decided before anything is compiled.
 
-A backend is named as one of `quantized_matmul`: it stores quantized weights as that one does.
+A backend has the name of one in `quantized_matmul`: both store quantized weights alike.
 """
 
 from __future__ import annotations
@@ -43,9 +43,8 @@ class ExpertsModule(Protocol):
         """
 
 
-# On Hopper, mosaic_gpu should be faster by its machine code, but on an
-# H100 some quantized experts run into an illegal instruction (`device.py --only experts.correctness`): nothing
-# chooses it.
+# On Hopper, mosaic_gpu's machine code suggests that it is faster. But on an H100 some quantized experts run into an
+# illegal instruction (`device.py --only experts.correctness`), so nothing chooses it.
 BACKENDS = BackendTable[ExpertsModule](
     "grouped_matmul",
     names=("reference", "triton", "mosaic_gpu", "mosaic_tpu"),

@@ -17,7 +17,7 @@ class Groups:
 
     - `starts`: int32 `[experts + 1]`. The rows of expert e are those from `starts[e]` up to `starts[e + 1]`. Rows from
       `starts[-1]` on have no pair: they are not computed, and a product holds undefined numbers there.
-    - `tokens`: int32 `[rows]`, the token of each row; 0 of rows without a pair.
+    - `tokens`: int32 `[rows]`, the token of each row; 0 for rows without a pair.
     - `places`: int32 `[tokens, choices]`, the row of each pair; `rows` if its expert isn't among these `experts`.
     - `share`: the share of the rows that probably have a pair. Kernels choose their tiles by it.
     """

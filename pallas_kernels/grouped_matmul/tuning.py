@@ -30,7 +30,7 @@ class Experts:
     scheme: Scheme | None
 
     def facts(self) -> dict[str, Any]:
-        """Return what a table knows of a product besides the kind of work."""
+        """Return the facts by which a table finds a product, besides the kind of work."""
         scheme = {"numbers": None} if self.scheme is None else dataclasses.asdict(self.scheme)
         return {"experts": self.count, "out_dim": self.out_dim, "in_dim": self.in_dim, "gated": self.gated, **scheme}
 

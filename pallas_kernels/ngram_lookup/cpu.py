@@ -70,7 +70,7 @@ class _Propose:
         self.num_entries, self.max_drafts = self.own.dim(2), self.drafts.dim(1)
 
     def write(self) -> None:
-        # N-grams of a token may have others of this call, and a draft may be found among the tokens of another row.
+        # N-grams may contain other tokens of this call, and a draft may be found among the tokens of another row.
         self._for_each_token(self._add_token)
         self._for_each_token(self._add_ngrams)
 
@@ -125,7 +125,7 @@ class _Propose:
         left = f.maximum(self._int(self.lengths, source) - place, 1)
 
         def copy(i: Value) -> None:
-            # Where the place is so near that the draft passes the end of the sequence, the sequence repeats itself.
+            # If the place is so near the end that the draft passes it, the draft repeats the tokens up to the end.
             at = f.minimum(place + f.select(is_own, i % left, i), self.max_tokens - 1)
             token = self._int(self.history, source * self.max_tokens + at)
             self._store(token, self.drafts, slot * self.max_drafts + i)
@@ -146,13 +146,13 @@ class _Propose:
         return f.select(matched >= self.shortest, matched, 0)
 
     def _tokens_before(self, slot: Value, position: Value) -> list[Value]:
-        """Return the `longest` tokens before a position, backwards; any where there are fewer."""
+        """Return the `longest` tokens before a position, backwards; if there are fewer, any tokens follow."""
         f = self.f
         before = (f.maximum(position - (1 + back), 0) for back in range(self.longest))
         return [f.load(I32, self.history.data, (slot * self.max_tokens + at) * 4) for at in before]
 
     def _entries(self, slot: Value, tokens: list[Value]) -> Iterator[tuple[Value, Value]]:
-        """Return the indices in both tables of the n-grams that `tokens` has backwards, the shortest first."""
+        """Return the indices in both tables of the n-grams that `tokens` holds backwards, the shortest first."""
         f = self.f
         namespace = f.load(I32, self.namespaces.data, slot * 4)
         num_sizes = self.longest - self.shortest + 1

@@ -1,11 +1,11 @@
 """Drafts by prompt lookup: the tokens that followed the last n-gram of a sequence where it occurred before.
 
-The device holds the tokens of each slot, and hash tables from n-grams to the position of the token that follows. A
-table of its own for each slot finds what the sequence repeats of itself; a table for all finds what other requests of
-its namespace had, running or ended, until their slot is used again. Each token costs the same time to add and to look
-up, whatever the length of the context. A table knows only the latest place of an n-gram, and a later one may replace an
-n-gram of the same hash: so each place that is found is compared with the sequence, up to the longest n-gram. Of places
-that match as long, that in the sequence itself wins.
+The device holds the tokens of each slot, and hash tables from n-grams to the position of the token that follows. Each
+slot has a table of its own, which finds repetitions within its sequence. A table for all slots finds n-grams of other
+requests of the namespace, running or ended, until their slot is used again. Each token costs the same time to add and
+to look up, whatever the length of the context. A table knows only the latest place of an n-gram, and a later n-gram of
+the same hash may replace it. So each place that is found is compared with the sequence, up to the longest n-gram. If
+two places match equally long, the one in the sequence itself wins.
 
 The method is prompt lookup decoding (Saxena 2023), over several sizes of n-grams.
 """

@@ -1,4 +1,4 @@
-"""The lookup in plain XLA: the contract of the kernel, and what runs where there is none."""
+"""The lookup in plain XLA: the contract of the kernel, and the fallback where there is none."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def look_up(
     own = slot == slots
     left = jnp.maximum(index.lengths[slot] - place, 1)[:, None]
     ahead = jnp.arange(lookup.max_drafts, dtype=jnp.int32)
-    # Where the place is so near that the draft passes the end of the sequence, the sequence repeats itself.
+    # If the place is so near the end that the draft passes it, the draft repeats the tokens up to the end.
     at = place[:, None] + jnp.where(own[:, None], ahead % left, ahead)
     drafts = index.history[slot[:, None], jnp.minimum(at, max_tokens - 1)]
     counts = jnp.where(own, lookup.max_drafts, jnp.minimum(left[:, 0], lookup.max_drafts))
@@ -99,7 +99,7 @@ def look_up(
 def _hashes(
     grams: Int[Array, "rows longest"], namespaces: Int[Array, " rows"], sizes: Sequence[int]
 ) -> tuple[UInt32[Array, "rows sizes"], UInt32[Array, "rows sizes"]]:
-    """Return hashes of the n-grams that `grams` has backwards, without and with their namespaces."""
+    """Return hashes of the n-grams that `grams` holds backwards, without and with their namespaces."""
     hashes, state = [], jnp.zeros(len(grams), jnp.uint32)
     for size in range(1, max(sizes) + 1):
         state = (state ^ grams[:, size - 1].astype(jnp.uint32)) * jnp.uint32(GOLDEN)

@@ -18,11 +18,11 @@ from pallas_kernels.cpu.types import F32, I1, I16, I64
 
 _LANES = 16
 _NUMBERS, _HALVES = F32.times(_LANES), I16.times(_LANES)
-# Enough work for an item to be worth starting a thread
+# An item with this many numbers is worth starting a thread
 _ITEM_NUMBERS = 1 << 14
 _VECTORS = 4
 _BLOCK = _VECTORS * _LANES
-# Of rows and weights
+# The dtypes of rows and weights that go together
 _DTYPES = ("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float32", "float32")
 _SIZES = {"bfloat16": 2, "float32": 4}
 
@@ -167,7 +167,7 @@ def _write_handler(call: Call) -> None:
 def _log_sum_exp(f: Function, row: Value, x: Value, out: Value, count: Value) -> None:
     own = f.at(x, row * count * 4)
     whole = count // _BLOCK * _BLOCK
-    # The end of the row that fills no whole block, padded with -inf
+    # The end of the row that fills no whole block is padded with -inf
     rest = f.stack(_BLOCK * 4)
     for i in range(_VECTORS):
         f.store(f.constant(_NUMBERS, float("-inf")), rest, 64 * i)

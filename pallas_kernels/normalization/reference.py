@@ -17,7 +17,7 @@ def rms_norm(x: Float[Array, "... dim"], weight: Float[Array, "... dim"], eps: f
 def scaled(
     normed: Float32[Array, "... dim"], weight: Float[Array, "... dim"], dtype: jnp.dtype
 ) -> Float[Array, "... dim"]:
-    """Multiply a result of a norm by its weight, and round it to `dtype`: before, unless the weight is float32."""
+    """Multiply a norm's result by its weight, in `dtype`; a float32 weight in float32, before the only rounding."""
     if weight.dtype != jnp.float32:
         normed = normed.astype(dtype)
     return (normed * weight).astype(dtype)

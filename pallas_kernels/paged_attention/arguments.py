@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 class DecodeRows(NamedTuple):
     """Rows with one query each, of which the first `num_decodes` are computed.
 
-    With `table_rows`, row r of the page table is not that of query r, and queries of one sequence follow one another.
+    With `table_rows`, query r has row `table_rows[r]` of the page table, and queries of a sequence follow one another.
     """
 
     kv_lens: Int[Array, " rows"]
@@ -34,8 +34,8 @@ class Rows:
     are padding and have no queries. Tokens past `query_starts[num_seqs]` are padding. Page ids are local to the layer:
     page p of layer l is entry `l * pages + p` of the pool.
 
-    `decode_only` promises that every row is a decode, `max_queries` that no row has more queries than this: with few of
-    them, as where drafts are verified, decode kernels compute all rows, whatever `num_decodes` is.
+    `decode_only` promises that every row is a decode, `max_queries` that no row has more queries than this. If it is
+    set, as in steps that verify drafts, decode kernels compute all rows, whatever `num_decodes` is.
     """
 
     page_table: Int[Array, "rows max_pages"]
@@ -60,7 +60,7 @@ class Rows:
         return jnp.where(jnp.arange(tokens, dtype=jnp.int32) < self.query_starts[self.num_seqs], slots, -1)
 
     def decodes(self, tokens: int) -> DecodeRows:
-        """Return the rows that decode kernels compute: decodes, or with `max_queries` each query as one of its own."""
+        """Return the rows that decode kernels compute: decodes, or with `max_queries` each query as its own row."""
         if self.max_queries is None:
             return DecodeRows(self.kv_lens, self.num_decodes)
         row, position = self.positions(tokens)
@@ -91,12 +91,12 @@ class AttentionOptions:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Preparation:
-    """What becomes of the raw product of the projections before `paged_attention`.
+    """The operations on the raw product of the projections before `paged_attention`.
 
     `bias` is added to it. Queries and keys are scaled to unit mean square (plus `eps`) and multiplied by their weight
     of `norms`. Then each pair (i, i + head_dim / 2) is turned by `rotation`, cosines and sines in float32, and queries
     are multiplied by `query_scale`, float32. With `norm_values`, values are scaled to unit mean square. With
-    `keys_as_values`, the product has no values: they are keys before their norm and rotation.
+    `keys_as_values`, the product has no values: keys before their norm and rotation are the values.
     """
 
     eps: float = dataclasses.field(metadata={"static": True})

@@ -1,4 +1,4 @@
-"""The choice of a backend: what each supports, and which is used, decided once before anything is compiled."""
+"""The choice of a backend for a problem, decided once before anything is compiled."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class AttentionModule(Protocol):
         """Compute `api.paged_attention`."""
 
 
-# Best first.
+# The best backend comes first.
 #
-# On Hopper that is triton before mosaic_gpu, by what an H100 measured with the heads of Llama-3.1-8B:
+# On Hopper triton comes before mosaic_gpu, by these measurements of an H100 with the heads of Llama-3.1-8B:
 # - Decode: both read keys and values at 0.9 to 1.0 of a copy's speed from 4,096 tokens on; at 1,024, triton at 0.71 to
 #   0.90 and mosaic_gpu at 0.63 to 0.83. mosaic_gpu has one program a core and dead ones where few rows decode, and XLA
 #   writes the tokens and combines the parts.

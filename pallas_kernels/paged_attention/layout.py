@@ -1,10 +1,10 @@
 """The memory layout of keys and values: one flat pool for all layers of a group; a layer is an offset in pages.
 
-Callers treat `PagedKV` as opaque; only backends look inside. The tokens of one head in one page are contiguous, so that
-a kernel reads them without a transposition.
+Callers treat `PagedKV` as opaque; only backends use its arrays. The tokens of one head in one page are contiguous, so
+that a kernel reads them without a transposition.
 
-On a TPU a page's heads are contiguous: then one copy brings all of them, and copies with a stride of 2 GiB or more are
-not possible. Rows of memory have 128 lanes there, and XLA pads or transposes narrower arrays at every use. So rows of a
+On a TPU a page's heads are contiguous, so that one copy brings all heads: copies with a stride of 2 GiB or more are not
+possible. Rows of memory have 128 lanes there, and XLA pads or transposes narrower arrays at every use. So rows of a
 pool are whole multiples of 128 lanes. For heads of up to 64, one half of a row holds the key and the other the value (a
 joined pool, which wastes nothing at 64); wider heads are padded with zeros.
 """

@@ -1,6 +1,6 @@
 """Reads and writes whole pages of a pool of any layout: the only access to a pool besides attention itself.
 
-For copies to other memory, where a page is one contiguous run over all layers. Bits are never converted.
+It serves copies to other memory, where a page is one contiguous run over all layers. Bits are never converted.
 """
 
 from __future__ import annotations

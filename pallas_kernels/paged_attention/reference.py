@@ -186,7 +186,7 @@ def _decode_rows(
 def _shared_pages(table: Int[Array, "rows pages"], lens: Int[Array, " rows"], page_size: int) -> Int[Array, ""]:
     """Return the number of whole pages that all rows of nonzero length, which come first, begin with.
 
-    0 for a single row: then its sums are the same as beside rows that share nothing with it.
+    It is 0 for a single row: then its sums are the same as beside rows that share nothing with it.
     """
     live = lens > 0
     same = ((table == table[0]) | ~live[:, None]).all(axis=0)

@@ -1,4 +1,4 @@
-"""Block sizes: those that the caller asks for, else those measured on the device, else None: backends have rules.
+"""Chooses block sizes: the caller's, else the measured ones of the device. If there are none, a backend has a rule.
 
 Owns `tuned/`: one table a device, written by `python -m pallas_kernels.tune`.
 """
@@ -21,7 +21,7 @@ def tuned_blocks(target: KernelTarget, backend: str, kind: Kind, problem: Proble
 
 
 def facts(problem: Problem) -> dict[str, Any]:
-    """Return the facts that block sizes depend on. Of the heads, only the number that shares a KV head matters."""
+    """Return the facts that block sizes depend on: of the numbers of heads, only how many share a KV head."""
     return {
         "group": problem.heads // problem.kv_heads,
         "head_dim": problem.head_dim,

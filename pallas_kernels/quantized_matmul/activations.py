@@ -12,7 +12,7 @@ from pallas_kernels.target import KernelTarget
 
 LARGEST = {"int8": 127.0, "fp8": 448.0}
 SMALLEST_SCALE = 1e-10
-"""Of rows that hold zeros only."""
+"""The scale of rows that hold only zeros."""
 
 # cuBLASLt multiplies fp8 only if the number of rows is a multiple of this.
 _CUBLAS_ROWS = 16
@@ -28,17 +28,17 @@ def quantize_inputs(
     *,
     one_pass: bool,
 ) -> tuple[Shaped[Array, "rows in_dim"], Float32[Array, "rows groups"]]:
-    """Return `x` in the type of the scheme's numbers, and the factors of its groups: one if they aren't split.
+    """Return `x` in the type of the scheme's numbers, and the factors of its groups: one a row if it isn't split.
 
-    int8 rounds to the nearest number, half to even; what a static scale can't hold becomes the largest number. With
-    `one_pass`, a kernel reads each row once, where the device has one: XLA would read `x` twice, unless a norm
-    precedes, with which it joins this. The kernel also does it where cuBLASLt needs more rows than `x` has, and adds
-    them.
+    int8 rounds to the nearest number, half to even. Inputs beyond the range of a static scale become the largest
+    number. With `one_pass`, a kernel reads each row once, if the device has one: XLA would read `x` twice, unless it
+    can join this with a norm that precedes. The kernel also runs if cuBLASLt needs more rows than `x` has, and adds
+    these rows.
     """
     size, dtype = _group(x, scheme), jnp.int8 if scheme.numbers == "int8" else FP8
     padding = -len(x) % _CUBLAS_ROWS if backend.name == "xla" and scheme.numbers == "fp8" else 0
     if (one_pass or padding) and _has_kernel(x.shape[1], size, scheme, backend.target):
-        # Only GPUs need this compiler's front end.
+        # The import stands here as only GPUs need this compiler's front end.
         from pallas_kernels.quantized_matmul.triton.inputs import quantize_rows
 
         largest = LARGEST[scheme.numbers]

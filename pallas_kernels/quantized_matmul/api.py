@@ -26,8 +26,8 @@ def quantized_matmul(
 ) -> Float[Array, "tokens out_dim"]:
     """Return `x @ weight.T`, summed in float32; the scheme of the weight tells whether `x` is quantized first.
 
-    `one_pass` says that no norm precedes, with which XLA could join that (see `quantize_inputs`). Only the first
-    `num_rows` rows are needed, at least one: the others may hold anything, and a CPU leaves them out.
+    `one_pass` says that no norm precedes with which XLA could join the quantization (see `quantize_inputs`). Only the
+    first `num_rows` rows are needed, at least one: the others may hold anything, and a CPU leaves them out.
     """
     if isinstance(weight, PackedWeight):
         return multiply_packed(x, weight, out_dtype, num_rows)

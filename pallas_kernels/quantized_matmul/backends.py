@@ -32,22 +32,23 @@ class ProductModule(Protocol):
         out_dtype: Any,
         backend: Backend,
     ) -> Float[Array, "tokens out_dim"]:
-        """Return `x @ weight.T` with sums in float32, or rounded to `out_dtype`, which is what the caller makes them.
+        """Return `x @ weight.T` with sums in float32, or rounded to `out_dtype`, to which the caller converts them.
 
         `x` is in the order of the numbers. If the scheme quantizes activations, `x` has the type of the numbers and
         must be multiplied by `factors`, of each row or of each of its groups.
         """
 
 
-# XLA takes few schemes, and of its products times those of cuBLASLt and
-# kernels of its own on the device that they are compiled for.
+# XLA takes few schemes. When it compiles a product, it times cuBLASLt and kernels of its own on the device.
 #
-# On Hopper, mosaic_gpu should be faster than triton by its machine code for an H200, but no device has timed it yet. An
-# H100 found its products right but those of fp8 with fp8, whose sums tensor cores keep to 1e-4 of the magnitudes.
-# At one row, a scheduler issues 700 instructions for 16 KiB of 4-bit weights, which take 880 cycles to arrive, with
-# 112 KiB in flight and the same share for each core: 80 to 90 % of the memory's speed in large products. At 64 rows,
-# the tensor cores take 1,020 cycles for as much. At 2,048 rows, a warpgroup issues 270 instructions besides products
-# that take 512 cycles, during those of another one: 600 to 700 TFLOP/s.
+# On Hopper, mosaic_gpu's machine code suggests that it is faster than triton, but no device has timed it yet. An H100
+# found its products right, except those of fp8 with fp8: tensor cores keep their sums to 1e-4 of the magnitudes. The
+# machine code for an H200 lets expect:
+# - At one row, 16 KiB of 4-bit weights take a scheduler 700 instructions, and 880 cycles to arrive, with 112 KiB in
+#   flight and equal shares for all cores. So large products reach 80 to 90 % of the memory's speed.
+# - At 64 rows, the tensor cores take 1,020 cycles for the same weights.
+# - At 2,048 rows, a warpgroup issues 270 instructions besides products that take 512 cycles, while the products of
+#   another warpgroup run. So products reach 600 to 700 TFLOP/s.
 BACKENDS = BackendTable[ProductModule](
     "quantized_matmul",
     names=("reference", "xla", "triton", "mosaic_gpu", "mosaic_tpu"),

@@ -19,7 +19,7 @@ from pallas_kernels.quantized_matmul.scheme import Scheme
 FP8 = np.dtype(jnp.float8_e4m3fn)
 _STORED = {"int4": np.dtype(np.uint8), "int8": np.dtype(np.int8), "fp4": np.dtype(np.uint8), "fp8": FP8}
 FP4_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
-"""Those of a 4-bit float: a sign, two bits of exponent, one of mantissa."""
+"""The values of 4-bit floats, by their bits: a sign, two bits of exponent, one of mantissa."""
 
 
 @jax.tree_util.register_dataclass
@@ -27,16 +27,17 @@ FP4_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3,
 class QuantizedWeight:
     """A weight `[*out, in]`; inside a `shard_map`, that of one shard.
 
-    - `numbers`: int8 or float8_e4m3fn `[*out, in]`. Of four bits, uint8 `[*out, in / 2]`: byte j has input 2j in its
-      low four bits and input 2j + 1 in its high ones, int4 in two's complement, fp4 as the index in `FP4_VALUES`.
-    - `scale` and, if the scheme has zeros, `zero`: any float type, `[*out, groups]`; `scheme.group` None is one group.
-      Zeros that are whole numbers may be int16: then kernels may subtract them from the numbers, and `q - zero` is at
-      most 256 in magnitude, which bfloat16 holds exactly.
+    - `numbers`: int8 or float8_e4m3fn `[*out, in]`; numbers of four bits are uint8 `[*out, in / 2]`. There, byte j has
+      input 2j in its low four bits and input 2j + 1 in its high ones, int4 in two's complement, fp4 as the index in
+      `FP4_VALUES`.
+    - `scale` and, if the scheme has zeros, `zero`: any float type, `[*out, groups]`; a row is one group if
+      `scheme.group` is None. Zeros that are whole numbers may be int16: then kernels may subtract them from the
+      numbers, and `q - zero` is at most 256 in magnitude, which bfloat16 holds exactly.
     - `order`, if the numbers are stored in another order of inputs: int32 `[in]`; number i of a row belongs to input
       `order[i]`.
     - `input_scale`, if `scheme.activations` is "static": float32 `[1]`.
     - `arrangement`: the order in which the backend's kernel needs the numbers. A row is divided into runs of this
-      length. Number i of a run belongs to input `arrangement[i]` of the run. Empty if numbers are in order.
+      length. Number i of a run belongs to input `arrangement[i]` of the run. It is empty if numbers are in order.
     """
 
     numbers: Any

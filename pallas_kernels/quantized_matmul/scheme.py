@@ -1,4 +1,4 @@
-"""The schemes of quantized weights: what is stored of a weight, and what its numbers are multiplied by."""
+"""The schemes of quantized weights: how a weight is stored, and how the inputs of its product are quantized."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Scheme:
     zero is 0. `int4` and `int8` are signed; `fp8` is float8_e4m3fn, `fp4` is float4_e2m1fn (MXFP4).
 
     `activations` tells how inputs are quantized to the same type before the product: `token` with a scale for each
-    row, `static` with one that the checkpoint has, `group` with one for each row and `group` of inputs. If None, they
+    row, `static` with one that the checkpoint has, `group` with one for each row and `group` of inputs. If None, inputs
     are multiplied as they are.
     """
 

@@ -6,12 +6,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, BFloat16, Float
 
-# Bits of significands, in terms of bfloat16's eight.
+# How many terms of bfloat16, whose significand has eight bits, hold a number of each type.
 TERMS = {jnp.dtype(jnp.bfloat16): 1, jnp.dtype(jnp.float16): 2, jnp.dtype(jnp.float32): 3}
 
 
 def bfloat16_terms(x: Float[Array, "tokens in_dim"], count: int) -> BFloat16[Array, "terms in_dim"]:
-    """Return rows of terms of which the sum is `x`: first those of most weight of all rows."""
+    """Return terms whose sum is `x`: first the largest terms of all rows, then the next ones of all rows."""
     if count == 1:
         return x
     terms, rest = [], x.astype(jnp.float32)

@@ -1,4 +1,4 @@
-"""Block sizes: those that the caller asks for, else those measured on the device, else None: backends have rules.
+"""Chooses block sizes: the caller's, else the measured ones of the device. If there are none, a backend has a rule.
 
 Owns `tuned/`: one table a device.
 """
@@ -27,10 +27,10 @@ def tuned_blocks(
 
 
 def facts(out_dim: int, in_dim: int, scheme: Scheme) -> dict[str, Any]:
-    """Return what a table knows of a product besides the kind of work."""
+    """Return the facts by which a table finds a product, besides the kind of work."""
     return {"out_dim": out_dim, "in_dim": in_dim, **dataclasses.asdict(scheme)}
 
 
 def kind_of(rows: int) -> Kind:
-    """Return which sizes a product of so many rows takes."""
+    """Return the kind of sizes that a product of `rows` rows takes."""
     return "decode" if rows <= DECODE_ROWS else "prefill"

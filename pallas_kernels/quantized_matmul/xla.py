@@ -1,7 +1,7 @@
 """The XLA backend: schemes whose numbers XLA multiplies as they are, with scales applied to the sums.
 
-Numbers of 8 bits with one scale for each output. On GPUs inputs must be quantized: then XLA calls cuBLASLt or writes a
-kernel for the tensor cores. A TPU's compiler converts the numbers inside the product otherwise.
+It takes numbers of 8 bits with one scale for each output. On GPUs inputs must be quantized: then XLA calls cuBLASLt or
+writes a kernel for the tensor cores. If inputs aren't quantized, a TPU's compiler converts the numbers in the product.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from pallas_kernels.quantized_matmul.layout import FP8, QuantizedWeight
 from pallas_kernels.quantized_matmul.scheme import Scheme
 from pallas_kernels.target import KernelTarget
 
-# The fewest rows of a matrix product on a TPU, and of cuBLASLt's product of fp8: with one row, XLA multiplies and adds
-# outside of the TPU's matrix units, which takes ten times as long, and on a GPU converts the weight.
+# The fewest rows of a matrix product on a TPU, and of cuBLASLt's product of fp8. With one row, XLA multiplies and adds
+# outside of a TPU's matrix units, which takes ten times as long; on a GPU it converts the weight.
 _MIN_ROWS = 8
 
-# cuBLASLt's products of 8 bits take multiples of it; XLA would copy others into a larger array.
+# cuBLASLt's products of 8 bits take multiples of this; XLA would copy others into a larger array.
 _MULTIPLE = 16
 
 

@@ -16,8 +16,8 @@ from pallas_kernels.target import KernelTarget
 class RowKernels(NamedTuple):
     """The functions of `pallas_kernels.sampling.triton`, for a device.
 
-    Each row has programs of its own, which skip what it doesn't ask for. So the program around them needs no branch and
-    no loop, and stays one graph.
+    Each row has programs of its own, which skip work that the row doesn't ask for. So the program around them needs no
+    branch and no loop, and stays one graph.
     """
 
     edit_logits: Callable[..., Any]

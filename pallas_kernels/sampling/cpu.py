@@ -144,7 +144,7 @@ class _RowBuffer:
         self._map(lambda x: maths.exp(f, (x - peak) / scale))
 
     def keep_top_k(self, top_k: Value) -> None:
-        """Set all to 0 but the `top_k` largest and those equal to the last of them."""
+        """Set all weights to 0 but the `top_k` largest and those equal to the last one."""
         f = self.f
         wanted, zero = f.broadcast(top_k, _LANES), f.constant(_BITS, 0)
 
@@ -155,7 +155,7 @@ class _RowBuffer:
         self._keep_from(self._largest_bound(enough))
 
     def keep_top_p(self, top_p: Value) -> None:
-        """Set all to 0 but the largest that sum to `top_p` of the total, and those equal to the last of them."""
+        """Set all weights to 0 but the largest that sum to `top_p` of the total, and those equal to the last one."""
         f = self.f
         zero = f.constant(_NUMBERS, 0.0)
         # A top_p too small for a float32 would keep nothing at all.

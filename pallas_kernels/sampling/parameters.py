@@ -1,6 +1,6 @@
 """The parameters that a row is sampled with: the columns of the tables that hold them by slot.
 
-A column is named as its option of a request, in capitals. Tables may have more columns after these.
+A column has the name of a request's option, in capitals. Tables may have more columns after these.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class FloatColumn(enum.IntEnum):
 
 
 class SlotTable(NamedTuple):
-    """Parameters by slot, and the slot of each row: nothing is gathered. A kernel has references instead of arrays."""
+    """Parameters by slot, and the slot of each row, so that nothing is gathered. A kernel gets references to these."""
 
     slots: Int[Array, " rows"]
     ints: Int[Array, "slots ints"]
@@ -51,9 +51,9 @@ class SlotTable(NamedTuple):
 
 
 class Edits(NamedTuple):
-    """What edits logits besides the penalties of `SlotTable`, by slot; `first` is the first id of this shard.
+    """The arrays, by slot, that edit logits besides the parameters of `SlotTable`; `first` is this shard's first id.
 
-    The bits of `counts` in `COUNT_MASK` say how often a token was output; it is not 0 for tokens of the prompt either.
+    The bits of `counts` in `COUNT_MASK` say how often a token was output; tokens of the prompt have another bit set.
     `pending`, by row, has tokens that come before the row's position but aren't in `counts` yet: each is one more
     output, on whichever shard has it. Unused ids are -1, and those of the bias come last.
     """
@@ -67,7 +67,7 @@ class Edits(NamedTuple):
 
 
 class DrawParameters(NamedTuple):
-    """What truncates the distribution of each row, and its temperature."""
+    """The temperature of each row, and the parameters that truncate its distribution."""
 
     temperature: Float[Array, " rows"]
     top_k: Int[Array, " rows"]

@@ -1,6 +1,6 @@
-"""One draw a row in plain XLA: the contract of the kernels, and what runs where there is none.
+"""One draw a row in plain XLA: the contract of the kernels, and the fallback where there is none.
 
-Needs no sort of the vocabulary. Work that no row needs is skipped at run time.
+It needs no sort of the vocabulary. Work that no row needs is skipped at run time.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             break
         best = task.fastest(target)
         if best is not None:
-            # Written at once, so that an interrupted run keeps its results.
+            # The table is written after each problem, so that an interrupted run keeps its results.
             path.parent.mkdir(parents=True, exist_ok=True)
             write_entries(path, merged(read_entries(path), options.backend, task, best))
     print(f"wrote {path}" if path.exists() else "no candidate could be timed")

@@ -36,7 +36,7 @@ PAGE_SIZES = (16, 64, 32, 128)
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """What to time: decodes of `rows` at `context` tokens, or prefill of `rows` prompts of `context` tokens."""
+    """The work to time: decodes of `rows` at `context` tokens, or prefill of `rows` prompts of `context` tokens."""
 
     kind: Kind
     rows: int
@@ -49,7 +49,7 @@ TINY_WORKLOADS = (Workload("decode", 2, 40, 1), Workload("prefill", 1, 20, 1))
 
 
 def tasks(backend: BackendName, target: KernelTarget, *, fp8: bool, tiny: bool) -> Iterator[Task]:
-    """Yield what there is to time, with `fp8` also with a KV cache of it; `tiny` is what can be interpreted."""
+    """Yield the tasks to time, with `fp8` also those with a KV cache of it; with `tiny`, those to be interpreted."""
     module: Any = BACKENDS.module(backend)
     problems = tiny_problems() if tiny else list(deployment_problems(fp8=fp8))
     for problem, workload in itertools.product(problems, TINY_WORKLOADS if tiny else WORKLOADS):

@@ -45,12 +45,12 @@ MODELS = (
 TINY = (MixtureShape(4, 2, 256, 128, (Scheme("int4", 128),)),)
 TOKENS: dict[Kind, int] = {"decode": 16, "prefill": 4096}
 TINY_TOKENS: dict[Kind, int] = {"decode": 2, "prefill": 40}
-# Products in turn, so that a cache has not the experts of the next one.
+# The number of products that run in turn, so that no cache has the experts of the next one.
 _TURNS = 8
 
 
 def tasks(backend: BackendName, target: KernelTarget, *, tiny: bool) -> Iterator[Task]:
-    """Yield what there is to time; `tiny` is what interpret mode computes in seconds."""
+    """Yield the tasks to time; with `tiny`, those that interpret mode computes in seconds."""
     module: Any = BACKENDS.module(backend)
     tokens = TINY_TOKENS if tiny else TOKENS
     for model, (kind, count), gated in itertools.product(TINY if tiny else MODELS, tokens.items(), (True, False)):
@@ -78,8 +78,8 @@ def make_experts(experts: Experts, backend: Backend) -> Any:
 def make_step(
     experts: Experts, tokens: int, choices: int, turns: int, backend: Backend
 ) -> tuple[Callable[[jax.Array], jax.Array], jax.Array, int]:
-    """Return a step, products in turn, each of other random choices, which takes and returns inputs; these; and the
-    number of experts that it reads."""
+    """Return a step, its inputs, and the number of experts that it reads. A step takes and returns inputs; it runs
+    products in turn, each of other random choices."""
     rng, weight = np.random.default_rng(0), make_experts(experts, backend)
     chosen = [np.argsort(rng.random((tokens, experts.count)), axis=1)[:, :choices] for _ in range(turns)]
     groups = [group_by_expert(jnp.asarray(one, jnp.int32), experts.count) for one in chosen]

@@ -31,12 +31,12 @@ SCHEMES = (
 )
 ROWS: dict[Kind, int] = {"decode": 16, "prefill": 2048}
 TINY_ROWS: dict[Kind, int] = {"decode": 2, "prefill": 80}
-# Weights that are read in turn, so that a cache has none of them.
+# The number of weights that are read in turn, so that a cache has none of them.
 _TURNS = 8
 
 
 def tasks(backend: BackendName, target: KernelTarget, *, tiny: bool) -> Iterator[Task]:
-    """Yield what there is to time; `tiny` is what interpret mode computes in seconds."""
+    """Yield the tasks to time; with `tiny`, those that interpret mode computes in seconds."""
     module: Any = BACKENDS.module(backend)
     shapes, schemes = (((128, 256),), (SCHEMES[0],)) if tiny else (SHAPES, SCHEMES)
     for shape, scheme, (kind, rows) in itertools.product(shapes, schemes, (TINY_ROWS if tiny else ROWS).items()):

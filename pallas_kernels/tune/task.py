@@ -1,4 +1,4 @@
-"""What is timed: a kernel's work on one problem, with each of some block sizes."""
+"""The tasks that are timed: a kernel's work on one problem, with each of some block sizes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def random_array(shape: tuple[int, ...], dtype: Any) -> jax.Array:
 
 
 def seconds_a_step[State](step: Callable[[State], State], state: State, repeats: int) -> float:
-    """Return the seconds of a step, the best of three runs of `repeats`, each step of the state of the one before."""
+    """Return the seconds of a step: the best of three runs of `repeats` steps, each with the state of the last."""
     state = step(state)
     jax.block_until_ready(state)
     best = float("inf")

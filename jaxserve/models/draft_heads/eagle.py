@@ -72,7 +72,7 @@ class Config(llama.Config):
 
 @flax.struct.dataclass
 class Params:
-    """The weights of a head; `embedding` is None if it is the model's, as is `output` with its ids `d2t`."""
+    """The weights of a head. `embedding` is None if the head uses the model's, as is `output` with its ids `d2t`."""
 
     embedding: Array | None
     fc: Array
@@ -139,7 +139,7 @@ def parse(fields: Fields, method: str, tensors: Collection[str]) -> Config:
 
 
 def method_of(fields: Fields) -> str | None:
-    """Return the method for which a config.json is that of a head, None if it may be that of a model."""
+    """Return the method of the head that a config.json describes, None if it may describe a model."""
     kind = _kind(fields)
     return None if kind is None else _METHODS[kind]
 
@@ -163,8 +163,8 @@ def _is_midlayer(name: str, tensors: Collection[str]) -> bool:
 def _read_taps(fields: Fields) -> tuple[int, ...]:
     """Return the layers whose inputs a head of EAGLE-3 gets; none if it doesn't say so.
 
-    Speculators count them as here. Within `eagle_config`, they may also be the layers before, whose outputs are these
-    inputs: as no head gets the input of the first two layers, the first number tells, as for SGLang.
+    Speculators number the layers as here. Within `eagle_config`, a number may also be that of the layer before, whose
+    output is this input. As no head gets the input of the first two layers, the first number tells, as for SGLang.
     """
     inner = Fields(fields.object("eagle_config"), f"{fields.where}: eagle_config")
     for field, only in {
@@ -219,7 +219,7 @@ def abstract(model: LaidOutModel[Config], dtype: np.dtype) -> Params:
 
 
 def features(model: LaidOutModel[Config], params: Params, of_model: LayerOutput) -> Float[Array, "tokens own_dim"]:
-    """Return what the head needs of a model's hidden states, or of the inputs of its layers."""
+    """Return the features of tokens, from a model's hidden states or from the inputs of its layers."""
     if model.config.architecture == EAGLE:
         return of_model.hidden
     return linear(jnp.concatenate(of_model.features, axis=1), params.fc, params.fc_bias)

@@ -1,6 +1,6 @@
-"""Multi-token prediction: the layer of its own that a checkpoint has for drafting (DeepSeek-AI 2024), as GLM-4.5 has.
+"""Multi-token prediction (DeepSeek-AI 2024): an additional layer of a checkpoint that drafts, as GLM-4.5 has it.
 
-The model's embedding and head are the layer's too, so their copies in the checkpoint aren't read.
+The layer uses the model's embedding and head, so their copies in the checkpoint aren't read.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MTP = "MultiTokenPrediction"
 
 @flax.struct.dataclass
 class Params:
-    """The weights of the layer, and of what joins embeddings and features before it."""
+    """The weights of the layer, and those that join embeddings and features before it."""
 
     embedding_norm: Array
     features_norm: Array

@@ -110,7 +110,7 @@ def parse(fields: Fields) -> Config:
     if "sliding_window" in fields.raw and fields.raw["sliding_window"] is None:
         raise fields.error("sliding_window", "a number of tokens")
     windows = read_windows(fields, layers, periodic_layer_types(6, layers), 1024 if unified else 512)
-    windows = (*windows[:-1], None)  # As in Hugging Face, which overrides the type of the last layer
+    windows = (*windows[:-1], None)  # Hugging Face overrides the type of the last layer, too
     full_kv_heads, full_head_dim = _full_heads(fields, sizes, windows)
     if sizes["num_heads"] % full_kv_heads:
         raise ConfigError(

@@ -122,7 +122,7 @@ def abstract(model: LaidOutModel[Config], dtype: np.dtype) -> Params:
 def layers(
     model: LaidOutModel[Config], params: Params, x: Float[Array, "tokens dim"], batch: TokenBatch, backend: Backend
 ) -> ApplyLayer:
-    """Return the function that applies a layer; `x` are the embeddings, of which layers have vectors."""
+    """Return the function that applies a layer; each layer's vectors are made from the embeddings `x`."""
     config = model.config
     full = model.rotation(batch, config.rope, config.full_head_dim)
     local = model.rotation(batch, config.local_rope, config.head_dim)
@@ -173,7 +173,7 @@ def _layer(
     settings: AttentionSettings,
     experts: MixtureSettings | None,
 ) -> LayerOutput:
-    """Apply one decoder layer. Jitted so that it is traced once for equal layers; the compiler inlines it."""
+    """Apply one decoder layer. It is jitted, so that equal layers are traced once; the compiler inlines it."""
     x, kv = decoder.attend(x, params, batch, kv, at, rope, settings)
     out = mlp(rms_norm(x, params.mlp_norm, settings.norm_eps), params.mlp, gemma.ACTIVATION)
     load = None

@@ -1,4 +1,4 @@
-"""What the families share: Llama's layers, in which a mixture of experts takes the place of the feed-forward block."""
+"""The layers that the families share: Llama's, with a mixture of experts in place of the feed-forward block."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SWIGLU = Gate()
 
 @dataclasses.dataclass(frozen=True)
 class Names:
-    """The names of a layer's tensors; `experts` without projections share tensors (gpt-oss)."""
+    """The names of a layer's tensors. If `projections` is None, experts share tensors (gpt-oss)."""
 
     block: str = "mlp"
     router: str = "gate"

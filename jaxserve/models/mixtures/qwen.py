@@ -46,7 +46,7 @@ def parse(fields: Fields) -> common.Config:
 
 
 def _windows(fields: Fields, layers: int, *, second: bool) -> tuple[int | None, ...]:
-    """Return the windows, if `use_sliding_window` asks for them: all layers of Qwen3's have one, not all of Qwen2's."""
+    """Return the windows, if `use_sliding_window` asks for them: all layers of Qwen3 have one, not all of Qwen2's."""
     most = fields.integer("max_window_layers", Range(0, LAYERS.most), 28)
     if not fields.boolean("use_sliding_window", False):
         fields.get("sliding_window")

@@ -30,7 +30,7 @@ _HIDING = {"cuda": "CUDA_VISIBLE_DEVICES", "tpu": "TPU_VISIBLE_CHIPS"}
 
 
 def attach(config: EngineConfig, join: Callable[[], None] | None = None) -> list[Any]:
-    """Return the jax devices to run on. `join` makes this process one of several, and the devices are those of all.
+    """Return the jax devices to run on: with `join`, which makes this process one of several, those of all processes.
 
     Raises `ConfigError` if there is no device, or if `nnodes` is more than 1 and `join` is not given.
     """
@@ -133,7 +133,7 @@ def _jax_devices() -> tuple[list[Any], str | None]:
 def _captured_jax_log() -> Iterator[list[str]]:
     """Collect the messages that jax logs while it looks for devices, instead of logging them.
 
-    A caller that has reported them clears the list; if it is not empty in the end, all are logged after all.
+    A caller that has reported the messages clears the list. Messages that are left in it at the end are logged.
     """
     messages: list[str] = []
     held: list[logging.LogRecord] = []

@@ -77,7 +77,7 @@ def facts_of_device(device: Any) -> DeviceFacts:
 
 @functools.cache
 def _memory_without_limit(kind: str) -> int:
-    """Return the memory of a GPU of which XLA reports no limit, as with an allocator that takes memory as it needs."""
+    """Return the memory of a GPU for which XLA reports no limit, as its allocator takes memory when it needs some."""
     memory = nvidia_memory_bytes(kind)
     if memory is None:
         allocator = os.environ.get(_ALLOCATOR, "")

@@ -1,10 +1,10 @@
 """The device mesh, and the table that maps the logical axes of arrays to mesh axes.
 
-The `data` axis is that of ranks: the state has a leading axis of ranks, and each row of a step's packed input belongs
-to one rank. The axes `expert` and `tensor` are together those of the shards of a rank (`TENSOR_AXES`): heads, MLP and
-vocabulary are split over both, all shards get the same input, and `layers` and `sampling` say what they exchange. The
-experts of a mixture are split over `expert`, and each of them over `tensor`. With data-parallel attention, experts are
-split over the ranks too, which then exchange tokens; else ranks exchange nothing. The name `stage` is reserved.
+The `data` axis divides the devices into ranks: the state has a leading axis of ranks, and each row of a step's packed
+input belongs to one rank. The axes `expert` and `tensor` together divide a rank into shards (`TENSOR_AXES`): heads, MLP
+and vocabulary are split over both, all shards get the same input, and `layers` and `sampling` say what they exchange.
+The experts of a mixture are split over `expert`, and each expert over `tensor`. With data-parallel attention, experts
+are split over the ranks too, which then exchange tokens; else ranks exchange nothing. The name `stage` is reserved.
 `sizing/mesh_validation.py` checks which mesh shapes a model allows.
 """
 
@@ -65,7 +65,7 @@ def shardings(mesh: Mesh, specs: Any) -> Any:
 
 
 def partitions(specs: Any) -> Any:
-    """Return the same as a tree of partition specs, for `shard_map`."""
+    """Return a tree of partition specs, for `shard_map`, for a tree whose leaves have `axes`."""
     return jax.tree.map(lambda s: partition(s.axes), specs)
 
 
@@ -87,7 +87,7 @@ def device_bytes(specs: Any, sizes: Mapping[str, int]) -> int:
 
 
 def shape_structs(mesh: Mesh, specs: Any) -> Any:
-    """Return a tree of shapes with shardings for a tree of specs, to lower programs without arrays."""
+    """Return a tree of shapes with shardings for a tree of specs: with it, programs are lowered without arrays."""
     return jax.tree.map(
         lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=NamedSharding(mesh, partition(s.axes))), specs
     )

@@ -144,7 +144,8 @@ class BroadcastCommands:
 class FollowerExecutor:
     """Runs on a follower the commands that process 0 broadcasts.
 
-    No other code of a follower waits for steps, so a thread does, and calls `on_failure` with the reason if one fails.
+    No other code of a follower waits for steps, so a thread waits for them, and calls `on_failure` with the reason if
+    one fails.
     """
 
     def __init__(

@@ -112,10 +112,10 @@ class DeviceExecutor:
         self.collect(self.dispatch(_NO_REQUESTS))
 
     def warm_up(self, keys: Sequence[ProgramKey]) -> None:
-        """Run programs without requests, which changes nothing, so that no request waits for what a first run does.
+        """Run programs without requests, which changes nothing, so that no request waits for the work of a first run.
 
-        On an NVIDIA GPU that is to build the program's CUDA graph; a program with collectives builds it in its second
-        run. XLA drops all graphs when it loads another program, so call this once all programs are loaded.
+        On an NVIDIA GPU, a first run builds the program's CUDA graph; a program with collectives builds it in its
+        second run. XLA drops all graphs when it loads another program, so call this once all programs are loaded.
         """
         none: list[list[int]] = [[]] * self._capacity.num_ranks
         for key in (*keys, *keys):
@@ -260,7 +260,7 @@ class DeviceExecutor:
                 yield group, [[one[2] for one in own] for own in some], [[one[3] for one in own] for own in some]
 
     def _open(self, opens: list[SlotOpen]) -> None:
-        """Open slots, a group of each rank per command."""
+        """Open slots; a command opens a group of slots of each rank."""
         by_rank: list[list[SlotOpen]] = [[] for _ in range(self._capacity.num_ranks)]
         for opened in opens:
             self._sampling[opened.rank, opened.slot] = opened.sampling
@@ -271,7 +271,7 @@ class DeviceExecutor:
             self._update(READ_PROMPTS_KEY, map(pack_prompts, by_rank))
 
     def _update(self, key: ProgramKey, by_rank: Iterable[Iterator[np.ndarray]]) -> None:
-        """Run a program that opens slots as many times as a rank needs it."""
+        """Run a program that opens slots, as often as the rank with most inputs needs it."""
         nothing = KINDS[key.kind].packing(self._capacity, key).pack({})
         for packed in itertools.zip_longest(*by_rank, fillvalue=nothing):
             self._commands.run(key, np.stack(packed))
@@ -292,7 +292,7 @@ def _fetch(logprobs: Logprobs | None) -> Logprobs | None:
 
 
 def _by_chunk(values: np.ndarray, chunks: Sequence[Chunk]) -> list[list[int]]:
-    """Return the row of each chunk, of values by rank and row."""
+    """Return each chunk's row of `values`, which are by rank and row."""
     if len(values) == 1:
         return values[0].tolist()[: len(chunks)]
     rows = [iter(row) for row in values.tolist()]

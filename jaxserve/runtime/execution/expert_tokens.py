@@ -1,4 +1,4 @@
-"""How many tokens each expert has computed, from counters of the devices that start again at 2**32."""
+"""Counts the tokens that each expert has computed, from counters of the devices that start again at 2**32."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _OVERFLOW = 2**32
 
 
 class ExpertTokens:
-    """The totals of the `layers` with `experts`, as rows of a list of all layers up to the last one of these.
+    """The totals of the `layers` that have experts, `experts` each.
 
     A step has at most `step_tokens` tokens over all ranks.
     """
@@ -25,14 +25,17 @@ class ExpertTokens:
         self._totals = np.zeros((len(layers), experts), np.int64)
 
     def record(self, counters: jax.Array | None) -> None:
-        """Keep the counters of a finished step, `[ranks, mixtures, experts]`, which rarely are fetched."""
+        """Keep the counters of a finished step, `[ranks, mixtures, experts]`; they are fetched before they overflow."""
         self._latest = counters
         self._num_unread += 1
         if self._num_unread == self._most_unread:
             self.read()
 
     def read(self) -> tuple[tuple[int, ...], ...]:
-        """Return the totals of all ranks by layer and expert, as of the last recorded step; () for a dense layer."""
+        """Return the totals of all ranks by layer, up to the last mixture, and expert, as of the last recorded step.
+
+        A dense layer has ().
+        """
         self._num_unread = 0
         if self._latest is not None:
             counters = np.asarray(self._latest)

@@ -61,7 +61,7 @@ class HostPool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes it takes once every slot was used."""
+        """Bytes that the pool takes once every slot was used."""
         return sum(array.nbytes for array in self._arrays)
 
     def store(self, slots: list[list[int]], rows: Sequence[jax.Array]) -> None:

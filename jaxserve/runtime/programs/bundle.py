@@ -29,8 +29,9 @@ _FORMAT = 1
 
 
 class BundleManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a bundle was compiled for. `facts` are `ProgramBuilder.facts`; `settings` are all settings but defaults.
+    """The model, settings and facts that a bundle was compiled for.
 
+    `facts` are `ProgramBuilder.facts`; `settings` are all settings that differ from their defaults.
     `target` names the description of the device that it was compiled for if none was attached, else it is empty.
     """
 
@@ -130,7 +131,7 @@ class _LoadError(Exception):
 
 
 def _comparable(facts: Mapping[str, Any], manifest: BundleManifest) -> dict[str, Any]:
-    """Return the facts that must be equal. A description of a device names platform and compiler differently."""
+    """Return the facts that must be equal: for a target, without those that name its platform and compiler."""
     if not manifest.target:
         return dict(facts)
     attention = {**facts["attention"], "target": {**facts["attention"]["target"], "platform": ""}}

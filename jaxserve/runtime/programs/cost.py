@@ -51,7 +51,7 @@ class Grouping:
 
 @dataclasses.dataclass(frozen=True)
 class LaunchCost:
-    """What `calls` launches of the same kind move, in total; `flops` are those of matrix products."""
+    """The bytes that `calls` launches of the same kind move in total; `flops` are those of matrix products."""
 
     kernel: str
     calls: int
@@ -70,7 +70,7 @@ class ProgramCost:
     """The cost of one program on each device. `grouping` is None where XLA doesn't say.
 
     Counts neither keys and values that attention reads nor token counts, as these depend on the requests. All experts
-    of a mixture count as read, and all tokens as theirs.
+    of a mixture count as read, and they compute all tokens that the program holds.
     """
 
     kinds: tuple[LaunchCost, ...]
@@ -131,7 +131,7 @@ def program_cost(module: HloModule, tables: Tables, thunks: Path | None) -> Prog
 
 
 def launch_label(one: Instruction) -> str:
-    """Return what a launch is for, the same for all layers: a kernel's name or the traced operation's path."""
+    """Return a kernel's name or the path of the traced operation, without the layer: equal launches have one label."""
     name = kernel_name(one)
     if name is not None and not name.startswith(_LIBRARIES):
         return name
@@ -156,7 +156,7 @@ def grouping(thunks: str) -> Grouping:
 
 
 def _launched(module: HloModule, found: Iterable[Instruction]) -> Iterator[Instruction]:
-    """Yield the instructions that launch something, those of loops and branches once."""
+    """Yield the instructions that launch something; a loop counts as run once, and all branches as taken."""
     for one in found:
         inner = [module.computations[name] for name in one.bodies if name in module.computations]
         for computation in inner:

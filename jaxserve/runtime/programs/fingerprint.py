@@ -23,7 +23,7 @@ from pallas_kernels.cpu import cpu_features, cpu_name, refusal
 
 
 def cpu_flags() -> str:
-    """Return the CPU's name and features as text. XLA may use any of them: the program would crash on a CPU without."""
+    """Return the CPU's name and features as text. XLA may use any feature: a CPU without it can't run the program."""
     if info := host.cpu_info():
         return info
     if refusal() is not None:

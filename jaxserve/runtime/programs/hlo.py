@@ -21,7 +21,7 @@ _BODIES = re.compile(r"\b(?:body|true_computation|false_computation)=%?([\w.-]+)
 _TARGET = re.compile(r'custom_call_target="([^"]+)"')
 _OP_NAME = re.compile(r'op_name="([^"]+)"')
 
-# Operations that only look at their operand's memory differently.
+# Operations that copy nothing: their output is their operand's memory, with another type or shape.
 _VIEWS = {"bitcast", "reshape", "get-tuple-element", "optimization-barrier"}
 # Operations that read as much of their first operand as they output.
 _SLICES = {"slice", "dynamic-slice", "gather"}
@@ -116,7 +116,7 @@ class Tables:
     state: frozenset[int] = frozenset()
 
     def include(self, size: int, source: Instruction | None) -> bool:
-        """Return whether an operand of this size, which comes from `source`, is such an array."""
+        """Return whether an operand of this size, which comes from `source`, is one of these arrays."""
         return size in self.pools or (source is not None and source.opcode == "parameter" and size in self.state)
 
 
@@ -157,7 +157,7 @@ class Computation:
         return [one.arrays[int(index)] for index in used] if used else list(one.arrays)
 
     def bytes_read(self, number: int) -> int:
-        """Return how much of a parameter the computation reads."""
+        """Return the bytes of a parameter that the computation reads."""
         parameter = self.parameters.get(number)
         return 0 if parameter is None else min(self._bytes_used(parameter), parameter.nbytes)
 
@@ -173,7 +173,7 @@ class Computation:
         return used
 
     def bytes_written(self) -> int:
-        """Return how much of its output the computation writes."""
+        """Return the bytes of its output that the computation writes."""
         outputs = self.root.operands if self.root.opcode == "tuple" else (self.root.name,)
         return sum(self._bytes_updated(source) for name in outputs if (source := self.source(name)) is not None)
 
@@ -188,7 +188,7 @@ class Computation:
         return sum(self.product_flops(one) for one in self.instructions.values() if one.opcode in _PRODUCTS)
 
     def product_flops(self, one: Instruction) -> float:
-        """Return those of one product, from the sizes of its operands: [m, k] x [k, n]."""
+        """Return the operations of one product, from the sizes of its operands: [m, k] x [k, n]."""
         made = [made for name in one.operands[:2] if (made := self.instructions.get(name)) and made.sizes]
         if len(made) < 2:
             return 0.0
@@ -196,9 +196,9 @@ class Computation:
         return flops / 2 if all(operand.item_bytes == 1 for operand in made) else flops
 
     def kernel_flops(self, one: Instruction) -> float:
-        """Return those of our kernel for a quantized weight, 0 for other custom calls.
+        """Return the operations of our kernel for a quantized weight, 0 for other custom calls.
 
-        Its first operand is [m, k], its output [..., n].
+        The kernel's first operand is [m, k], its output [..., n].
         """
         x = self.instructions.get(one.operands[0]) if one.operands else None
         if x is None or _QUANTIZED_PRODUCT not in one.op_name:
@@ -225,7 +225,7 @@ class HloModule:
         return [one for computation in self.computations.values() for one in computation.instructions.values()]
 
     def traffic(self, one: Instruction, tables: Tables) -> Traffic:
-        """Return what an instruction moves, counting each operand once and `tables` of a custom call not at all."""
+        """Return the traffic of an instruction. Each operand counts once; `tables` of a custom call don't count."""
         owner = self._owners[one.name]
         inputs = [made.nbytes if (made := owner.instructions.get(name)) else 0 for name in one.operands]
         called = self.computations.get(one.called or "")

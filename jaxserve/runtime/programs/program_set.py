@@ -67,7 +67,7 @@ class ProgramSet(Mapping[ProgramKey, Program]):
         self._queue = list(pending)
         self._changed = threading.Condition()
         if load is not None:
-            # Not a daemon thread: in the middle of a load, it would still run while the interpreter shuts down.
+            # It is no daemon thread: in the middle of a load, that would still run while the interpreter shuts down.
             threading.Thread(target=_load_pending, args=(weakref.ref(self), load), name="load-programs").start()
 
     def substitute(self, key: ProgramKey) -> ProgramKey:
@@ -80,7 +80,7 @@ class ProgramSet(Mapping[ProgramKey, Program]):
 
     @property
     def num_pending(self) -> int:
-        """How many programs are not loaded yet."""
+        """The number of programs that are not loaded yet."""
         return len(self._keys) - len(self._ready)
 
     def take_next(self) -> ProgramKey | None:

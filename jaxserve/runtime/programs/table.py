@@ -1,4 +1,4 @@
-"""All kinds of programs, by name: the closed set that a deployment's programs are of."""
+"""The table of all kinds of programs, by name. The set is closed: every program is of one of these kinds."""
 
 from __future__ import annotations
 

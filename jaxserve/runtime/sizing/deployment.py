@@ -46,10 +46,10 @@ _CPU_SAMPLE_ROWS = 32
 class Deployment:
     """A model in a configuration on some devices of one kind, among which it is `divided`.
 
-    `params` and `state` are trees of specs over all of them; `model` is laid out for the shards of a rank. `stored`
-    tells how the checkpoint stores its tensors if they may be quantized, `weights` how those of linear layers are held.
-    `nondeterminism` is the reason why the bits of a request depend on the batch, or empty if they don't. `drafting`
-    says how it drafts, None without speculation.
+    `params` and `state` are trees of specs over all devices; `model` is laid out for the shards of a rank. `stored`
+    tells how the checkpoint stores its tensors, if they may be quantized. `weights` tells how the weights of linear
+    layers are held. `nondeterminism` is the reason why the bits of a request depend on the batch, or empty if they
+    don't. `drafting` says how drafts are made, None without speculation.
     """
 
     config: EngineConfig
@@ -121,7 +121,8 @@ class Deployment:
     def program_keys(self) -> list[ProgramKey]:
         """The keys of all its programs.
 
-        On a CPU, a greedy decode that looks up drafts takes longer than one with the sampler, which runs instead.
+        On a CPU, a greedy decode program that looks up drafts is slower than the one with the sampler, so it is left
+        out.
         """
         keys = program_keys(self.config, self.capacity)
         if self.drafting is None or self.device.platform != "cpu":

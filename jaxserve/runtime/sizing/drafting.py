@@ -1,4 +1,4 @@
-"""How a deployment makes drafts: by looking up n-grams, or with a draft model or a head, whose sizes it checks."""
+"""Plans how a deployment makes drafts: by looking up n-grams, or by a draft model or a head, whose sizes it checks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _DEFAULT_DRAFTS_OF_A_MODEL = 4
 
 @dataclasses.dataclass(frozen=True)
 class Drafting:
-    """How drafts are made; with a draft model, its parameters and how they are held."""
+    """The way drafts are made; with a draft model, also its parameters and how they are held."""
 
     drafter: NgramLookup | DraftModel
     dtype: np.dtype
@@ -117,7 +117,7 @@ def plan_drafting(
 
 
 def _read_draft(config: EngineConfig, model: ModelConfig, tensor: int) -> tuple[ModelConfig, Stored]:
-    """Read the config of what drafts for a model, and how its tensors are stored if its files are here."""
+    """Read the config of a draft model or a head, and how its tensors are stored if its files are here."""
     name = config.speculative_model
     assert name is not None
     where = f"speculative_model={name}"

@@ -34,7 +34,7 @@ def fit_sizes(
     kv_dtype: np.dtype,
     activations: int | None,
 ) -> Sizes:
-    """Return the sizes with which all fits: `params`, and the state that `describe` gives for a capacity.
+    """Return sizes with which `params`, and the state that `describe` gives for a capacity, fit the memory.
 
     `activations` is the working memory of the programs in bytes, if it is known. Raises `ConfigError`.
     """
@@ -74,8 +74,8 @@ def _slot_and_page_bytes(
 ) -> tuple[int, list[int]]:
     """Return the bytes that a slot takes on a device, and those of a page by KV group.
 
-    They are those of a state with one slot and one page of each group. A page of the first group holds a draft model's
-    keys and values, too, and the features for a head.
+    They are measured in a state with one slot and one page of each group. A page of the first group also holds a draft
+    model's keys and values, and the features for a head.
     """
     windows = (spec.window for spec in model.kv_specs())
     one_of_each = Capacity(
@@ -99,7 +99,7 @@ def _slot_and_page_bytes(
 
 
 def _addressable_pages(backend: Backend, model: AnyModel, capacity: Capacity, kv_dtype: np.dtype) -> list[int]:
-    """Return how many pages of each KV group, of those planned, the kernels can address."""
+    """Return how many of the planned pages of each KV group the kernels can address."""
     found = []
     for spec, pages in zip(model.kv_specs(), capacity.pages_by_group, strict=True):
         layout = pool_layout(

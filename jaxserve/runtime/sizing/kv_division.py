@@ -67,7 +67,7 @@ class KVDivision:
         expected, chunk = self.pages_for(self.expected_tokens), self.pages_for(self.chunk)
         one = min(expected, self.pages_for(window) + 1)
         live = -(-first * one // expected)
-        # All running requests, and a quarter more for cached prefixes: more would hardly be used.
+        # This holds all running requests, and a quarter more for cached prefixes: more would hardly be used.
         live = min(live, -(-self.max_running * one * 5 // 4))
         return min(first, max(live, self.least_pages(window)) + chunk)
 
@@ -75,9 +75,9 @@ class KVDivision:
 def expected_tokens(context: int, windows: Sequence[int | None], *, whole_sequences: bool, context_is_set: bool) -> int:
     """Return the length of the requests that a division is made for.
 
-    Half of the context, at least one window, and at most 16,384 tokens if the context was set, else 4,096: few requests
-    are as long as a model allows, and shorter ones would find no room for their windows. If no layer keeps whole
-    sequences, their pages cost nothing, and suffice for any length.
+    It is half of the context, at least one window, and at most 16,384 tokens if the context was set, else 4,096: few
+    requests are as long as a model allows, and shorter ones would find no room for their windows. If no layer keeps
+    whole sequences, the pages of the first group cost nothing, and suffice for any length.
     """
     if not whole_sequences:
         return context

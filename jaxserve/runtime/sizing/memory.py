@@ -89,7 +89,7 @@ def plan_pool(
     memory_bound = False
     free = usable_bytes(config, memory_bytes) - footprint.non_pool
     if config.max_total_tokens is None:
-        # Enough for every running request at full length: more would never be used. Pages that cost nothing also hold
+        # This holds every running request at full length: more would never be used. Pages that cost nothing also hold
         # as many cached prefixes.
         usable = max_running * division.pages_for(wanted) * (2 if costless else 1)
         if most_pages is not None:
@@ -140,7 +140,7 @@ def _check_memory(
 
 
 def _check_windows(division: KVDivision, num_pages: int, context: int) -> None:
-    """Raise `ConfigError` if a window group has too few pages for a single request, by `--swa-full-tokens-ratio`."""
+    """Raise `ConfigError` if `--swa-full-tokens-ratio` gives a window group too few pages for a single request."""
     for window, pages in zip(division.windows, division.pages(num_pages)):
         if window is None or division.ratio is None:
             continue

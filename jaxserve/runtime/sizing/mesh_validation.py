@@ -1,4 +1,4 @@
-"""Checks that a model and the devices allow a mesh shape, and suggests the nearest that they allow.
+"""Checks that a model and the devices allow a mesh shape, and suggests the nearest shapes that they allow.
 
 It computes with sizes alone: `devices/mesh.py` makes meshes, and the axes of a parameter say how it is split.
 """

@@ -1,7 +1,7 @@
 """Predicts the time of a step from what its compiled program launches and moves, beside the time of the roofline.
 
-Both take memory and products at the rates that a copy and a large product reach on a device, not those of its
-datasheet. The times of launches are assumptions until a device has been measured (`benchmarks/device.py`).
+Both times are for the rates that a copy and a large product reach on a device, not for those of its datasheet. The
+times of launches are assumptions until a device has been measured (`benchmarks/device.py`).
 """
 
 from __future__ import annotations

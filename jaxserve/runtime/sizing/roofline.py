@@ -23,18 +23,18 @@ from pallas_kernels.quantized_matmul import HeldWeight, QuantizedWeight
 
 @dataclasses.dataclass(frozen=True)
 class AttentionCost:
-    """What the attention of layers with the same window costs: bytes to read and flops, per token attended to."""
+    """The cost of the attention of layers with the same window: bytes to read and flops, per token attended to."""
 
     window: int | None
     nbytes: float
     flops: float
 
     def attended(self, context: int) -> int:
-        """Return the tokens that the last one of a sequence attends to."""
+        """Return the number of tokens that the last token of a sequence attends to."""
         return context if self.window is None else min(context, self.window)
 
     def prompt_attended(self, length: int) -> float:
-        """Return the tokens that all tokens of a prompt attend to, in all."""
+        """Return the sum of the numbers of tokens that each token of a prompt attends to."""
         seen = self.attended(length)
         return seen * (length - seen / 2)
 
@@ -62,11 +62,11 @@ class Roofline:
     expert_ranks: int = 1
 
     def weight_bytes(self, tokens: int) -> float:
-        """Return the bytes of weights that a step reads in which each rank has `tokens` tokens."""
+        """Return the bytes of weights that a step with `tokens` tokens on each rank reads."""
         return self.read_bytes + self.expert_bytes - self.unread_bytes(tokens)
 
     def unread_bytes(self, tokens: int) -> float:
-        """Return the bytes of the experts that no token of such a step chooses."""
+        """Return the bytes of the experts that no token of a step with `tokens` tokens on each rank chooses."""
         return self.expert_bytes * (1 - self.chosen_share) ** (tokens * self.expert_ranks)
 
     def kv_bytes(self, context: int) -> float:
@@ -74,11 +74,11 @@ class Roofline:
         return sum(one.nbytes * one.attended(context) for one in self.attention)
 
     def decode_flops(self, context: int) -> float:
-        """Return the flops of the attention of such a decode."""
+        """Return the flops of the attention when a request of `context` tokens decodes."""
         return sum(one.flops * one.attended(context) for one in self.attention)
 
     def prompt_flops(self, length: int) -> float:
-        """Return the flops of the attention of a prompt."""
+        """Return the flops of the attention of a prompt of `length` tokens."""
         return sum(one.flops * one.prompt_attended(length) for one in self.attention)
 
     def decode_seconds(self, batch: int, context: int) -> float:
@@ -106,7 +106,7 @@ def roofline(deployment: Deployment, target: DeviceTarget) -> Roofline:
     return Roofline(
         bandwidth=target.memory_bandwidth,
         peak_flops=target.peak_flops.get(deployment.dtype.name),
-        # Of an embedding that isn't the output head as well, a step reads only a few rows.
+        # A step reads only a few rows of an embedding that isn't the output head as well.
         read_bytes=device_bytes((others, params.norm, params.head), axes),
         layer_flops=2 * (of_layers(others) + of_layers(experts) * chosen * ranks),
         head_flops=2 * of_layers(params.head),
@@ -118,7 +118,7 @@ def roofline(deployment: Deployment, target: DeviceTarget) -> Roofline:
 
 
 def _attention(deployment: Deployment) -> tuple[AttentionCost, ...]:
-    """Return the cost of the layers by window, of which each also reads the keys and values that it shares."""
+    """Return the cost of the layers by window. Layers that share keys and values each read them."""
     model, tensor = deployment.model, deployment.tensor
     config, groups = model.config, zip(deployment.kv_specs, deployment.sizes.footprint.kv_per_token, strict=True)
     layer_bytes = {

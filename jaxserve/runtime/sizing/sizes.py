@@ -67,8 +67,8 @@ _CPU = Defaults(running=32, chunk=512, smallest_bucket=16, max_fine=None, row_mu
 _ACCELERATOR = Defaults(running=256, chunk=2048, smallest_bucket=256, max_fine=160, row_multiple=8, mixed_step_ms=0)
 _PROMPT_LOGPROB_TOKENS = 128
 
-# Tokens of the largest step that verifies drafts, whose logits all exist at once on a GPU; what the sizes of such steps
-# are multiples of; and the tokens that a draft model reads in the smaller of its two programs.
+# Tokens of the largest step that verifies drafts, whose logits all exist at once on a GPU; the number that divides the
+# sizes of such steps; and the tokens that a draft model reads in the smaller of its two programs.
 _MOST_VERIFIED = 256
 _VERIFY_MULTIPLE = 8
 _FEW_READ = 64
@@ -95,8 +95,8 @@ def resolve_sizes(
 
     Bytes are per device of a model that is `divided`; requests and pages are per data-parallel rank. `bytes_per_token`
     are by KV group, as is `most_pages`, the pages that may not be exceeded. `activations` is the working memory of the
-    programs, if it is known. Raises `ConfigError` for sizes that don't fit, `InsufficientMemoryError` if no KV cache
-    does.
+    programs, if it is known. Raises `ConfigError` for sizes that don't fit, `InsufficientMemoryError` if no memory is
+    left for a KV cache.
     """
     defaults = defaults_of(device)
     running = config.max_running_requests or defaults.running
@@ -165,10 +165,10 @@ def resolve_sizes(
 
 
 def _verify_buckets(config: EngineConfig, running: int, drafts: int, largest: int) -> tuple[int, ...]:
-    """Return the token counts of steps that verify drafts: as many as all requests that may speculate at once need.
+    """Return the token counts of steps that verify drafts, up to what all requests that may speculate at once need.
 
-    Programs are few. A step of one request needs the smallest; where a step has room for some drafts only, the
-    likeliest are verified.
+    There are few of them. A step of one request needs the smallest; if a step has no room for all drafts, it verifies
+    the likeliest ones.
     """
     rows = min(running, config.speculative_disable_by_batch_size or running)
     most = min(rows * (1 + drafts), largest, _MOST_VERIFIED)
@@ -190,7 +190,7 @@ def attention_problem(
     )
 
 
-# How many copies of a shard's logits the sampler holds at once, as seen in compiled programs.
+# The number of copies of a shard's logits that the sampler holds at once, as seen in compiled programs.
 _LOGIT_COPIES = {"tpu": 7}
 _DEFAULT_LOGIT_COPIES = 4
 

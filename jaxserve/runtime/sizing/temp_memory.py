@@ -25,7 +25,7 @@ from jaxserve.runtime.sizing.deployment import Deployment, deploy
 from jaxserve.runtime.step.kv_scales import KV_SCALES_KEY
 from jaxserve.runtime.step.program import ProgramKey
 
-# With the program of KV scales, which isn't among the facts of the others, another file.
+# A deployment with the program of KV scales has another file, as that program isn't among the facts of the others.
 _FILE, _FILE_WITH_KV_SCALES = "working-memory.json", "working-memory-kv-scales.json"
 
 
@@ -77,7 +77,7 @@ def with_temp_memory(deployment: Deployment, measured: TempMemory) -> Deployment
 def measure_temp_memory(deployment: Deployment, builder: ProgramBuilder, cache_dir: Path | None = None) -> TempMemory:
     """Return the largest working memory; the largest program of some kind needs it, so only these are compiled.
 
-    What XLA tunes for them on a GPU is kept in `cache_dir`.
+    On a GPU, the kernels that XLA chooses for these are kept in `cache_dir`.
     """
     largest = largest_programs(deployment)
     tuned = autotune_folder(builder.mesh.devices.flat[0], cache_dir)

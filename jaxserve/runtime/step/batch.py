@@ -49,8 +49,8 @@ class StepShape:
 
 @flax.struct.dataclass
 class StepInput:
-    """The unpacked input of a step. `samples[r]` says whether row r draws a token after its last position,
-    which no row does that a grammar constrains.
+    """The unpacked input of a step. `samples[r]` says whether row r draws a token after its last position; a row that
+    a grammar constrains never does.
 
     The first `num_decoding` rows are decodes, with or without drafts. `token_row` is the row of each token.
     """

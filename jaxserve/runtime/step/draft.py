@@ -2,7 +2,7 @@
 
 A draft model follows the sequences only where it drafts: the scheduler knows how far behind it is. So both programs
 find their tokens in `Drafts.history`, at places relative to the length of the sequence, which the device knows.
-Drafting computes the last tokens of a sequence again, as accepted drafts never were, or not with the model's features.
+Drafting first computes the last tokens of a sequence again (see `DraftModel.last`).
 
 Each draft token is drawn as the target will draw at its place: with the request's own parameters and noise.
 """
@@ -139,7 +139,7 @@ DRAFT_READ = ProgramKind(
 
 @dataclasses.dataclass(frozen=True)
 class _DraftingModel:
-    """What drafts, with its weights, and the model that it drafts for, with its own."""
+    """The draft model or head, with its weights (`own`), and the weights of the model that it drafts for."""
 
     context: StepContext
     drafter: DraftModel
@@ -157,7 +157,7 @@ class _DraftingModel:
     ) -> tuple[TokenBatch, Array | None]:
         """Return rows of tokens of the sequences' history, row r from position `first[r]` on, and features for a head.
 
-        A head's token stands one position before its own, that of the token whose features it gets.
+        A head gets each token one position early: at the position of the token whose features it gets.
         """
         drafts = state.drafts
         assert drafts is not None
@@ -223,7 +223,7 @@ def _read(model: _DraftingModel, state: DeviceState, fields: dict[str, Array], s
 
 
 def _draft(model: _DraftingModel, state: DeviceState, fields: dict[str, Array], size: int) -> DeviceState:
-    """Make drafts of `counts` tokens: rows with longer ones come first, so that those still drafting do."""
+    """Make drafts of `counts` tokens. Longer drafts come first, so the rows that still draft are always the first."""
     drafts, context = state.drafts, model.context
     assert drafts is not None
     assert drafts.kv is not None
@@ -243,7 +243,7 @@ def _draft(model: _DraftingModel, state: DeviceState, fields: dict[str, Array], 
         tokens, _ = sample_rows(model.logits, hidden, rows, num_seqs, state, context, greedy=False)
         return lax.dynamic_update_slice_in_dim(found, tokens[:, None], ahead, axis=1)
 
-    # The last token is computed at the end of its sequence, by a head at the position before.
+    # A model computes the last token at the end of its sequence, a head at the position before.
     most_again, end = model.drafter.last, lengths - model.drafter.is_head
     again = jnp.where(live, jnp.minimum(end + 1, most_again), 0)
     starts = jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(again)])
@@ -262,7 +262,7 @@ def _draft(model: _DraftingModel, state: DeviceState, fields: dict[str, Array], 
         return kv, draw(hidden, found, ahead), hidden
 
     if row_kernels(context.backend.target) is not None:
-        # Without a loop, so that the program stays one graph.
+        # The loop is unrolled, so that the program stays one graph.
         for ahead in range(1, most):
             kv, found, hidden = body(jnp.int32(ahead), (kv, found, hidden))
     else:

@@ -25,9 +25,9 @@ class DraftModel:
 
     @property
     def last(self) -> int:
-        """The last places of a sequence that drafting computes before it draws the first draft token.
+        """The number of last tokens of a sequence that drafting computes before it draws the first draft token.
 
-        A model computed no keys for the last draft token, if that was accepted. A head computed those for all of them
-        from features of its own.
+        A model has no keys for the last draft token, if that was accepted. A head has keys for all draft tokens, but
+        computed them from its own features instead of the model's.
         """
         return 1 + self.max_drafts if self.is_head else 2

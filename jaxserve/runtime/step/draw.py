@@ -43,7 +43,7 @@ class DrawOutput:
 
 
 def draw_sizes(capacity: Capacity) -> list[int]:
-    """Return the most rows of each of the programs: for the smallest number of rows, and for 8 doubled.
+    """Return the numbers of rows that the programs hold: `smallest_draw`, and 8 doubled up to the number of slots.
 
     The smallest is 1 on a CPU, where rows without a request cost much, and 8 elsewhere: on a GPU, the product of one
     row and the head takes a copy of the head in float32.

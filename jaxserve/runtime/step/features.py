@@ -1,7 +1,7 @@
-"""What a head that drafts needs of the model's hidden states, kept for each token on the pages of the first KV group.
+"""Keeps the features of each token that a head needs from the model, on the pages of the first KV group.
 
-So the head follows a sequence whenever it drafts for it, and cached prefixes serve it too. Each shard keeps a part of
-the features, as it has room for a part of the keys.
+So a head can draft for a sequence at any time, also after a cached prefix. Each shard keeps a part of the features, as
+it keeps only a part of the keys.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ def in_groups[Given, Found](
 ) -> Found:
     """Return `compute(some, count)` of all `rows`, `size` at a time, of which the first `count` are needed.
 
-    The first `num_rows` are needed; other rows may be computed or 0. A last group that isn't whole has rows of the one
-    before, too.
+    The first `num_rows` are needed; other rows may be computed or 0. If the last group isn't whole, it also has rows of
+    the one before.
     """
     total = len(jax.tree.leaves(rows)[0])
 

@@ -29,7 +29,7 @@ from pallas_kernels.paged_attention import PagedKV
 TOKENS = 512
 """The most tokens that scales are calculated from."""
 
-# What the largest key and value so far are stored as; the largest number of float8_e4m3fn is 448.
+# The numbers as which the largest key and value so far are stored; the largest number of float8_e4m3fn is 448.
 _STORED_AS = (200.0, 100.0)
 
 
@@ -52,7 +52,7 @@ def pack_prompts(tokens: Sequence[int], capacity: Capacity) -> np.ndarray:
 
 def _make(context: StepContext, capacity: Capacity, key: ProgramKey) -> RankFunction:
     def kv_scales(params: Any, state: DeviceState, packed: jax.Array) -> tuple[DeviceState, tuple[()]]:
-        """Return the state with the same scales for all ranks, and those of before if there is no token."""
+        """Return the state with new scales, the same for all ranks; without tokens, scales stay as they were."""
         largest = _largest(context.own_weights(params), state.kv, packed, context, capacity)
         return dataclasses.replace(state, kv=tuple(map(_with_scales, state.kv, largest))), ()
 
@@ -117,8 +117,8 @@ def _largest_of_pool(pool: PagedKV, pages: int, head_dim: int) -> Float[Array, "
 
 
 def _with_scales(pool: PagedKV, largest: Float[Array, "2 layers"]) -> PagedKV:
-    """Return the pool with scales for these largest keys and values. A layer without any, or only with numbers so near
-    0 that later ones would not fit, keeps its scale."""
+    """Return the pool with scales for these largest keys and values. A layer without keys and values, or with ones so
+    near 0 that later ones would not fit, keeps its scale."""
     assert pool.scales is not None
     scales = (largest / jnp.array(_STORED_AS)[:, None])[:, :, None]
     scales = jnp.where(jnp.isfinite(scales) & (scales >= SMALLEST_INPUT_SCALE), scales, pool.scales)

@@ -1,6 +1,6 @@
 """The two programs of the hierarchical cache, for each KV group: one reads some pages, one writes them back.
 
-As every program, both take the state and return it. A page is copied as one row over all layers and heads.
+Like every program, both take the state and return it. A page is copied as one row over all layers and heads.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ PageRows = tuple[jax.Array, ...]
 def row_specs(state_specs: DeviceState, group: int) -> tuple[ArraySpec, ...]:
     """Return the rows of a call for each array of a group's pool.
 
-    Each is `[ranks, pages, layers, kv_heads, page_size, lanes]`; the first group also has what a head that drafts needs
-    of hidden states, `[ranks, pages, page_size, dim]`.
+    Each is `[ranks, pages, layers, kv_heads, page_size, lanes]`; the first group also has the features that a head
+    that drafts needs, `[ranks, pages, page_size, dim]`.
     """
     kv = state_specs.kv[group]
     heads, ranks = 2 if kv.page_major else 1, state_specs.last_tokens.shape[0]
@@ -50,7 +50,7 @@ def row_specs(state_specs: DeviceState, group: int) -> tuple[ArraySpec, ...]:
 
 
 def _features(state: DeviceState) -> Any:
-    """Return what is kept of hidden states on the pages of the first group, if anything is."""
+    """Return the features on the pages of the first group, or None if none are kept."""
     return None if state.drafts is None else state.drafts.features
 
 

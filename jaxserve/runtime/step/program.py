@@ -1,6 +1,6 @@
-"""What a program is: its key, and a record for each kind of program with all that anybody needs to know of it.
+"""Describes programs: the key of each, and a record for each kind with all facts that other modules need.
 
-A module of this folder defines the records of the programs it makes, and `programs/table.py` lists them. Whatever
+A module of this folder defines the records of the programs it makes, and `programs/table.py` lists them. All code that
 compiles, keeps, loads, sizes, predicts or runs programs reads the records: a new program is a module and a row.
 """
 
@@ -53,7 +53,7 @@ class StepContext:
     drafter: NgramLookup | DraftModel | None = None
 
     def own_weights(self, params: Any) -> Any:
-        """Return the model's own weights, of what programs take."""
+        """Return the model's own weights, from the weights that programs take."""
         return params[0] if isinstance(self.drafter, DraftModel) else params
 
 

@@ -217,7 +217,7 @@ def logprobs(
         normalizer = log_sum_exp(gather_shards(normalizer))
         chosen = token_logit(logits, token)
         top, top_ids = gather_shards(top), gather_shards(top_ids + first_id(logits.shape[1]))
-        # Equals stay in shard order, so the lowest id comes first.
+        # Equal values stay in shard order, so the lowest id comes first.
         top, at = lax.top_k(top, min(MAX_LOGPROBS, top.shape[1]))
         top_ids = jnp.take_along_axis(top_ids, at, axis=1)
     return Logprobs((chosen - normalizer)[:, 0], top_ids.astype(jnp.int32), top - normalizer)
@@ -238,7 +238,7 @@ def _logprobs_by_rows(
     normalizer = jax.nn.logsumexp(gather_shards(own.normalizer[:, None]), axis=1)
     chosen = sum_of_shards(own.chosen)
     top, ids = gather_shards(own.top), gather_shards(own.top_ids + first_id(size))
-    # Equals stay in shard order, so the lowest id comes first.
+    # Equal values stay in shard order, so the lowest id comes first.
     count = min(MAX_LOGPROBS, top.shape[1])
     merged = kernels.top_logits(top, token, wanted, top=count, normalize=False)
     ids = jnp.take_along_axis(ids, merged.top_ids, axis=1)
@@ -292,7 +292,7 @@ def _edits(
 
 
 def _row_keys(params: SamplingRows, rows: DrawnRows) -> UInt32[Array, "rows 2"]:
-    """Return 64 random bits per row, from its seed, sample and position: no other row has an influence."""
+    """Return 64 random bits per row, from its own seed, sample and position alone."""
     columns = IntColumn.SEED_LOW, IntColumn.SEED_HIGH, IntColumn.SAMPLE
     low, high, index = (params.ints[rows.slots, column] for column in columns)
 

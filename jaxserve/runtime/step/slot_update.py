@@ -28,9 +28,9 @@ from jaxserve.runtime.step.verify import read_tokens
 from jaxserve.step_plan import Capacity, SlotOpen
 from pallas_kernels.sampling.parameters import COUNT_MASK, SEEN_IN_PROMPT, FloatColumn, IntColumn
 
-# What one call holds for a rank. A step rarely starts more than 16 requests, and the input of `update` stays near 5 KB.
-# On a CPU, padding costs time: 25 us for each penalized slot, 10 us for 500 tokens. For a scatter of 1,024 tokens, XLA
-# copies all counts on a TPU; not for 512.
+# The sizes of one call for a rank. A step rarely starts more than 16 requests, and the input of `update` stays near
+# 5 KB. On a CPU, padding costs time: 25 us for each penalized slot, 10 us for 500 tokens. On a TPU, XLA copies all
+# counts for a scatter of 1,024 tokens, but not for one of 512.
 SLOTS = 16
 PAGES = 256
 PENALIZED_SLOTS = 2
@@ -92,7 +92,7 @@ def _page_fields(group: int) -> list[PackedField]:
 
 
 def sampling_row(opened: SlotOpen) -> dict[str, list[Any]]:
-    """Return the rows of `SamplingRows` that `update` sets for a slot, but for its bias, which it removes."""
+    """Return the rows of `SamplingRows` that `update` sets for a slot: all but the logit bias, which it removes."""
     sampling = opened.sampling
     assert sampling.seed is not None
     seed = sampling.seed & (2**64 - 1)

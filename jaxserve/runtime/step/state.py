@@ -60,10 +60,10 @@ class SamplingRows:
 
 @flax.struct.dataclass
 class Drafts:
-    """The draft tokens of each slot for its next step, `counts` of them valid, and what they are made from.
+    """The draft tokens of each slot for its next step, `counts` of them valid, and the data that they are made from.
 
-    That is an index of n-grams, or the tokens of the sequences and a draft model's keys and values of them. These are
-    on the pages of the first KV group, as are the features of the model that a head needs.
+    That data is an index of n-grams, or the tokens of the sequences and a draft model's keys and values of them. The
+    keys and values are on the pages of the first KV group, as are the features of the model that a head needs.
     """
 
     tokens: Int[Array, "slots max_drafts"]

@@ -36,7 +36,7 @@ from jaxserve.runtime.step.verify import Drawn
 from jaxserve.step_plan import Capacity, StepKind
 from pallas_kernels.sampling import row_kernels
 
-# Positions whose logits exist at once for the log probabilities of a prompt
+# The positions of a prompt whose logits exist at once when log probabilities are computed.
 PROMPT_LOGIT_ROWS = 16
 PROMPT_LOGIT_ROWS_ON_GPU = 128
 
@@ -79,7 +79,7 @@ def _output(state_specs: DeviceState, key: ProgramKey) -> StepOutput:
 
 
 def _kind(name: StepKind, **fields: Any) -> ProgramKind:
-    """Return the record of a kind of step; only decodes alone need no sampler if all are greedy."""
+    """Return the record of a kind of step. Only decode steps have programs without a sampler, if all are greedy."""
 
     def keys(capacity: Capacity) -> list[ProgramKey]:
         samplers = (True, False) if name == "decode" else (False,)
@@ -165,7 +165,7 @@ def _keep_hidden(
 def _propose(
     state: DeviceState, drawn: Drawn, inputs: StepInput, context: StepContext, shape: StepShape
 ) -> tuple[Drafts | None, Int[Array, "rows 2"] | None]:
-    """Return the drafts for the next step, and how many tokens of those for this one were compared and accepted."""
+    """Return the drafts for the next step, and how many tokens of this step's drafts were compared and accepted."""
     if context.drafter is None:
         return None, None
     assert state.drafts is not None
@@ -203,7 +203,7 @@ def _draw(
     rows = DrawnRows(slots, batch.positions[drawing.tokens] + 1, samples, pending)
     wanted = hidden if shape.all_drawn else hidden[drawing.tokens]
     tokens, logprobs = sample_rows(logits, wanted, rows, live, state, context, greedy=False)
-    # Of a row with fewer tokens, any others
+    # A row with fewer tokens gets any others.
     of_rows = jnp.minimum(drawing.starts[:, None] + jnp.arange(1 + shape.max_drafts), shape.drawn - 1)
     tokens, logprobs = jax.tree.map(lambda x: x[of_rows], (tokens, logprobs))
     return verify.accept(state.drafts, tokens, inputs.slots, drawing.counts, batch.kv_lens), logprobs
@@ -220,7 +220,8 @@ def sample_rows(
     greedy: bool,
 ) -> tuple[Int[Array, " rows"], Logprobs | None]:
     """Draw a token for each of the rows, of which the first `live` are needed, in groups of at most
-    `context.sample_rows`; `logits_of` returns the logits of hidden states, of the first ones if it gets a number."""
+    `context.sample_rows`; `logits_of` takes hidden states and how many of the first rows need logits (None: all).
+    """
     rows = rows._replace(slots=jnp.minimum(rows.slots, state.seq_lens.shape[0] - 1))
 
     def draw(given: tuple[Array, DrawnRows], num_rows: Array | None) -> tuple[Array, Logprobs | None]:
@@ -252,7 +253,7 @@ def _prompt_logprobs(
         return sampling.logprobs(logits, block[1], target)
 
     if row_kernels(target) is not None:
-        # Without a loop, so that the program stays one graph.
+        # The loop is unrolled, so that the program stays one graph.
         groups: list[Logprobs] = []
         for start in range(0, tokens, PROMPT_LOGIT_ROWS_ON_GPU):
             part = slice(start, start + PROMPT_LOGIT_ROWS_ON_GPU)

@@ -26,7 +26,7 @@ from pallas_kernels.ngram_lookup import NgramLookup
 class DrawingTokens(NamedTuple):
     """The tokens of a step that draw the next one, and the row of each; `offset` counts those of its row before it.
 
-    `counts` are those of each row, the last ones of the row, and `starts` is where they begin.
+    By row, `counts` says how many of its last tokens draw, and `starts` where these begin among all that draw.
     """
 
     tokens: Int[Array, " drawn"]
@@ -62,9 +62,9 @@ def tokens_to_verify(
 
 
 def drawing_tokens(query_starts: Int[Array, " rows_plus_1"], num_decoding: Int[Array, ""], most: int) -> DrawingTokens:
-    """Return the tokens that draw, at most `most`: all of the first `num_decoding` rows, the last one of each other.
+    """Return the tokens that draw: all of the first `num_decoding` rows, and the last one of each other row.
 
-    Beyond the last one, any token is returned.
+    The arrays have `most` entries; those after the last token that draws hold any token.
     """
     ends = query_starts[1:]
     queries = ends - query_starts[:-1]
@@ -95,7 +95,7 @@ def accept(
     queries: Int[Array, " rows"],
     kv_lens: Int[Array, " rows"],
 ) -> Drawn:
-    """Accept drafts as far as they are what was drawn. Rows have `queries` tokens, which `kv_lens` count too.
+    """Accept drafts as far as they equal the drawn tokens. Rows have `queries` tokens, which `kv_lens` count too.
 
     A row without a draft to verify compares its first draft token all the same, and accepts nothing.
     """
@@ -135,7 +135,7 @@ def propose(
         drafts.ngrams, drafts.tokens, drafts.counts, at, positions, known, slots, drafter
     )
     if lax.axis_size(TENSOR_AXES) > 1:
-        # Where two n-grams of a step have one entry, each shard may have stored another of them.
+        # If two n-grams of a step share an entry, each shard may have stored another of them.
         tokens, counts = lax.pmax((tokens, counts), TENSOR_AXES)
     return dataclasses.replace(drafts, tokens=tokens, counts=counts, ngrams=ngrams)
 
@@ -147,7 +147,7 @@ def read_tokens(
     tokens: Int[Array, " tokens"],
     drafter: NgramLookup | DraftModel,
 ) -> Drafts:
-    """Add tokens to what drafts are made from. Invalid slots are dropped."""
+    """Add tokens to the data that drafts are made from. Invalid slots are dropped."""
     if isinstance(drafter, DraftModel):
         assert drafts.history is not None
         history = drafts.history.at[slots, positions].set(tokens, mode="drop", wrap_negative_indices=False)

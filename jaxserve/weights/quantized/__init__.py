@@ -1,1 +1,1 @@
-"""Quantized weights: what checkpoints store, read as rows of numbers, and packed as a deployment holds them."""
+"""Reads quantized weights of checkpoints as rows of numbers, and packs them as a deployment holds them."""

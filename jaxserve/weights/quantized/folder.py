@@ -30,7 +30,7 @@ class QuantizedFolder:
         self._folder = folder
         self._quantized = _quantized_tensors(folder, quantization)
         hidden = {f"{one.module}.{name}" for one in self._quantized.values() for name in one.used}
-        # Large next to what is read at a time, and needed for several windows
+        # A transposed weight is large next to a window, and several windows need it
         self._transposed = functools.lru_cache(_KEPT)(lambda name: self._quantized[name].all_numbers())
         self._factors = functools.lru_cache(_KEPT)(self._read_factors)
         self._infos = {name: info for name, info in folder.infos.items() if name not in hidden}
@@ -110,7 +110,7 @@ class QuantizedFolder:
         found = one.factors()
         for factor in ("scale", "minimum"):
             check_finite(np.ascontiguousarray(found[factor]), f"{name} (its scales)", self.description)
-        # float16 rounds the scales of groups of tiny weights to 0, but hardly those of a whole tensor
+        # float16 rounds the scales of groups of tiny weights to 0, but hardly all scales of a tensor
         is_rounded = one.scale_type == np.float16 and found["scale"].any()
         where = f"{one.module}.{one.scale_name}"
         check_weight_scales(found["scale"], where, self.description, None if is_rounded else one.are_used)

@@ -1,8 +1,10 @@
 """gpt-oss' experts in MXFP4 (OCP Microscaling Formats 1.0) as a `QuantizedSource`.
 
-A weight `NAME`, `[experts, out, in]`, is stored as `NAME_blocks`, uint8 `[experts, out, in / 32, 16]`, of which the low
-four bits of a byte come first, and `NAME_scales`, uint8 `[experts, out, in / 32]`: the biased exponent of the power of
-two that 32 inputs share; 255 is NaN.
+A weight `NAME`, `[experts, out, in]`, is stored in two tensors:
+
+- `NAME_blocks`, uint8 `[experts, out, in / 32, 16]`: two numbers a byte, the first in its low four bits;
+- `NAME_scales`, uint8 `[experts, out, in / 32]`: the biased exponent of the power of two that 32 inputs share; 255 is
+  NaN.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class OrbaxRows:
         read = (*rows, slice(int(groups[0]), int(groups[-1]) + 1))
         scale, zero = (self._read(path, name, read) for name in ("scale", "zero"))
         middle = 0 if weight.scheme.numbers == "fp8" else 1 << (weight.scheme.bits - 1)
-        # Written without zeros: those of weights of zeros are the smallest that are usable
+        # No scale may be 0: `jaxserve convert` writes the smallest usable one where all weights are 0
         check_weight_scales(scale, f"{dotted(path)}.scale", self.where, lambda chosen: np.ones(chosen.sum(), np.bool_))
         out["scale"] = scale[..., groups - groups[0]]
         out["minimum"] = (-scale * (zero + middle))[..., groups - groups[0]]

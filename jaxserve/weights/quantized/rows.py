@@ -46,7 +46,7 @@ class QuantizedRows(Protocol):
 
 
 class CheckpointRows:
-    """Those of a checkpoint."""
+    """The weights that a checkpoint has quantized."""
 
     def __init__(
         self, source: QuantizedSource, specs: Mapping[Path, ParamSpec], held: Mapping[Path, HeldWeight]
@@ -92,18 +92,18 @@ class CheckpointRows:
         return stored is not None and stored.scheme is not None and stored.scheme.numbers == "fp4"
 
     def order(self, path: Path) -> Array:
-        """See `QuantizedRows`. All tensors of a weight have the same one."""
+        """See `QuantizedRows`. All tensors of a weight have the same order."""
         found = self._source.read_order(self._parts[path][0].name)
         assert found is not None, path
         return found
 
     def input_scale(self, path: Path) -> float:
-        """See `QuantizedRows`. The largest one fits all tensors of a weight."""
+        """See `QuantizedRows`. The largest scale fits all tensors of a weight."""
         return max(self._source.read_input_scale(part.name) for part in self._parts[path])
 
 
 class RowsOnTheFly:
-    """Those of weights of 16 bits that `fill` reads and that are quantized here, each row on its own."""
+    """Weights of 16 bits that `fill` reads and that are quantized here, each row on its own."""
 
     def __init__(self, fill: Fill, specs: Mapping[Path, ParamSpec], held: Mapping[Path, HeldWeight]) -> None:
         self._fill = fill
@@ -127,11 +127,11 @@ class RowsOnTheFly:
             part[...] = row_factors(values, scheme)[..., groups]
 
     def order(self, path: Path) -> Array:
-        """See `QuantizedRows`. Only made-up weights of a checkpoint that has an order are reordered."""
+        """See `QuantizedRows`. Only random weights for a checkpoint that has an order are reordered."""
         return np.arange(self._inputs[path], dtype=np.int32)
 
     def input_scale(self, path: Path) -> float:
-        """See `QuantizedRows`. Only made-up weights of a checkpoint that has it need one."""
+        """See `QuantizedRows`. Only random weights for a checkpoint that has the scale need one."""
         return 0.05
 
     def _pieces(self, path: Path, rows: Window, columns: slice, out: Array) -> Iterator[tuple[Array, Scheme, Array]]:
@@ -144,8 +144,8 @@ class RowsOnTheFly:
         if scheme.group is None:
             columns = slice(0, self._inputs[path])
         else:
-            # The last group of a row may be shorter, and shards may cut one of made-up weights: numbers and factors of
-            # a weight must be asked for by the same columns.
+            # The last group of a row may be shorter, and shards may cut a group of random weights. So numbers and
+            # factors of a weight must be asked for by the same columns.
             scheme = dataclasses.replace(scheme, group=math.gcd(scheme.group, columns.start, columns.stop))
         width = columns.stop - columns.start
         for piece, inside in row_windows(rows, BLOCK_ELEMENTS // width):
@@ -157,12 +157,12 @@ class RowsOnTheFly:
 def row_factors(values: Array, scheme: Scheme) -> Array:
     """Return the factors of weights `[*out, in]` of any float type, `FACTORS` `[*out, groups]`.
 
-    With zeros, a group's numbers reach from its least to its greatest weight, and to zero; without, to its greatest
-    magnitude. Scales are rounded to bfloat16, if they are of integers.
+    With zeros, a group's numbers cover zero and the range from its least to its greatest weight; without zeros, they
+    cover its greatest magnitude on both sides. Scales of integers are rounded to bfloat16.
     """
     grouped = _grouped(values, scheme)
-    # Compared as integers, several times as fast: the greatest is the greatest signed one, and among unsigned ones the
-    # sign bit comes first, then the magnitude
+    # Floats are compared as integers, several times as fast: the greatest is the greatest signed integer; the order of
+    # unsigned integers is by the sign bit, then by the magnitude
     signed, unsigned = (grouped.view(f"{kind}{grouped.itemsize}").max(axis=-1) for kind in "iu")
     greatest = np.maximum(signed, 0).view(values.dtype).astype(np.float32)
     least = (unsigned * (unsigned >> (8 * grouped.itemsize - 1))).view(values.dtype).astype(np.float32)
@@ -196,9 +196,9 @@ def _grouped(values: Array, scheme: Scheme) -> Array:
 
 
 def _fp8_bits(values: Array) -> Array:
-    """Return the nearest float8_e4m3fn of float32 numbers of its range, as bits; overwrites them.
+    """Return the nearest float8_e4m3fn of float32 numbers in its range, as bits. The numbers are overwritten.
 
-    Takes a fraction of the time of `astype`.
+    It takes a fraction of the time of `astype`.
     """
     sign = np.signbit(values).view(np.uint8) << 7
     np.abs(values, out=values)
@@ -234,7 +234,7 @@ def read_flat(read: Fill, path: Path, dense: ParamSpec, window: Window, out: Arr
     """Read a window with one dimension of inputs of a weight that may have several."""
     *outputs, columns = window
     dims = dense.stored_shape[len(outputs) :]
-    # Shards divide the inputs by whole heads, or those of one head among replicas: a box in each case
+    # Shards divide the inputs by whole heads, or the inputs of one head among replicas: a shard is a box in each case
     box, size = [], math.prod(dims)
     start, stop = columns.start, columns.stop
     for length in dims:

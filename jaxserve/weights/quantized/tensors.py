@@ -158,13 +158,13 @@ class QuantizedTensor:
 
     @functools.cached_property
     def order(self) -> Array | None:
-        """The inputs in the order of their groups, int32 `[in]`; None if they are in it."""
+        """The inputs in the order of their groups, int32 `[in]`; None if the file has them in that order."""
         groups = self.groups_of_inputs
         return None if (np.diff(groups) >= 0).all() else np.argsort(groups, kind="stable").astype(np.int32)
 
     @property
     def refined(self) -> StoredWeight:
-        """How the weight is stored, with what only the files tell: the order of inputs, types and zeros."""
+        """How the weight is stored, with the facts that only the files tell: the order of inputs, types and zeros."""
         scheme, order = self._scheme, self.order
         groups = self.groups_of_inputs if order is None else self.groups_of_inputs[order]
         if (groups != np.arange(len(groups)) // (scheme.group or len(groups))).any():
@@ -179,7 +179,7 @@ class QuantizedTensor:
     def numbers(self, rows: slice | Array, columns: slice | Array) -> Array:
         """Return the numbers of some outputs and inputs, uint8: integers unsigned, fp8 as its bits.
 
-        Not for a weight that `lies_across`.
+        A weight that `lies_across` has only `all_numbers`.
         """
         match self.stored.packing:
             case "packed":
@@ -266,7 +266,7 @@ class QuantizedTensor:
             case "gptq" | "gptq_v2":
                 words = np.asarray(self._array("qzeros")).view(np.uint32)
                 if self.stored.packing == "gptq":
-                    # Less one in every number, with a borrow from the next one where the zero is 0
+                    # Every number is stored less one, with a borrow from the next one where the zero is 0
                     words = words + np.uint32(sum(1 << shift for shift in range(0, 32, bits)))
                 return _unpack(words, bits).T.astype(np.float32)
             case "packed" if self._zero_point:

@@ -35,7 +35,7 @@ _FACTORS = 4
 
 def refusal(out_dim: int, in_dim: int, scheme: Scheme | None, target: KernelTarget) -> str | None:
     """See `backends.ExpertsModule`."""
-    # What it refuses of a product that has the sizes which all have: the scheme.
+    # A product of these sizes is refused only for its scheme.
     refused = products.refusal(TILE_ROWS, BLOCK, scheme or Scheme("int8"), target)
     if refused is not None:
         return refused
@@ -102,7 +102,7 @@ def multiply(
         if factors.shape[1] == 1:
             row_factors, factors = jnp.pad(factors[:, 0], (0, plan.tokens)), None
         else:
-            # One for each block, of which a group may have several.
+            # The kernel takes a factor for each block; a group may have several blocks.
             factors = jnp.repeat(factors, in_dim // plan.block // factors.shape[1], axis=1)
     if factors is not None:
         factors = jnp.pad(factors.T, ((0, 0), (0, -len(x) % _FACTORS)))

@@ -1,9 +1,9 @@
 """Grouped products on Hopper GPUs by Mosaic GPU: rows of weights are rows of the tensor cores' tiles, tokens columns.
 
 So a decode step, in which an expert has a few rows, wastes little of a tile, and reads the weight of an expert once.
-Programs stay on their cores and take tiles in turn. Which expert a tile belongs to, each finds by itself, from where
-the rows of experts start. One warpgroup copies blocks of inputs into a ring, the others multiply, each by 64 outputs.
-With a gate, half of them multiply by rows of the gate matrix, the others by the same rows of the up matrix.
+Programs stay on their cores and take tiles in turn. Each finds the expert of a tile by itself, from where the rows of
+experts start. One warpgroup copies blocks of inputs into a ring, the others multiply, each by 64 outputs. With a gate,
+half of them multiply by rows of the gate matrix, the others by the same rows of the up matrix.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _SWIZZLED_BYTES = 128
 
 
 class _ExpertTile(NamedTuple):
-    """The first of the rows of a tile and how many there are, its number among the tiles of outputs of its expert, and
-    how many tiles the program has taken before."""
+    """The first row of a tile and the number of its rows, its number among its expert's tiles of outputs, and how many
+    tiles the program has taken before."""
 
     expert: jax.Array
     row: jax.Array
@@ -76,7 +76,7 @@ class MosaicGpuGroupedMatmul:
         bias: Float[Array, " experts_x_out"] | None,
         out_dtype: Any,
     ) -> Float[Array, "rows out_or_half"]:
-        """Return the rows of `groups`; `x` are these.
+        """Return the product's rows; `x` has the inputs of each row.
 
         `factors` multiply the products of each part; if zeros aren't whole numbers, they are the sums of each part's
         inputs. Whole zeros are subtracted from numbers. `row_factors` multiply the sums of each row. They are longer
@@ -88,7 +88,8 @@ class MosaicGpuGroupedMatmul:
         products = Products(plan.tokens, plan.block, chunk, self.group, self.unpacking, self.interpret)
         parts, copies, copied = products.parts, products.copies, products.copied
         matrices = 2 if gate else 1
-        # Of an expert, of one of its matrices, and of a tile's part of that.
+        # The numbers of outputs of an expert (`outputs`), of one of its matrices (`results`), and of a tile's part of a
+        # matrix (`own`).
         outputs = len(numbers) // experts
         results, pairs = outputs // matrices, plan.warpgroups // matrices
         own = pairs * TILE_ROWS
@@ -116,7 +117,7 @@ class MosaicGpuGroupedMatmul:
                 return sum((row_tiles(expert + i) for i in range(count)), jnp.int32(0)) * plan.output_tiles
 
             def seek(number: jax.Array, expert: jax.Array, first: jax.Array) -> tuple[jax.Array, jax.Array]:
-                """Return the expert of tile `number`, and its first tile's number, from those of one before."""
+                """Return the expert of tile `number`, and its first tile's number, from those of an earlier tile."""
                 for count in (_COUNTED, 1) if experts > 2 * _COUNTED else (1,):
 
                     def passed(state: Any, count: int = count) -> jax.Array:
@@ -134,7 +135,7 @@ class MosaicGpuGroupedMatmul:
 
                 def step(state: Any) -> Any:
                     before, number, expert, first = state
-                    # Tiles of the same outputs are neighbours: what one reads of the weight, others find in the cache.
+                    # Tiles of the same outputs are neighbours: the weights that one reads, others find in the cache.
                     count = row_tiles(expert)
                     output = lax.div(number - first, count)
                     row = start_of(expert) + (number - first - output * count) * tokens
@@ -171,7 +172,7 @@ class MosaicGpuGroupedMatmul:
             def sums_in_place(start: jax.Array, scale: Any, zero: Any) -> jax.Array:
                 def release(position: jax.Array) -> None:
                     if self.unpacking:
-                        # Ordinary reads come before the copy that overwrites what was read.
+                        # Ordinary reads come before the copy that overwrites the numbers that were read.
                         plgpu.commit_smem()
                     plgpu.barrier_arrive(free.at[lax.rem(position, jnp.int32(stages))])
 
@@ -200,7 +201,7 @@ class MosaicGpuGroupedMatmul:
             def sums_of_parts(start: jax.Array, columns: Callable[[jax.Array], Any]) -> jax.Array:
                 def step(block: jax.Array, total: jax.Array) -> jax.Array:
                     slot = lax.rem(start + block, jnp.int32(stages))
-                    # They arrive during the products.
+                    # Scales and zeros arrive during the products.
                     scales, zeros = columns(block)
                     plgpu.barrier_wait(arrived.at[slot])
                     of_parts = None if factors_ref is None else factors_ring.at[slot]
@@ -217,7 +218,7 @@ class MosaicGpuGroupedMatmul:
             def multiply(tile: _ExpertTile) -> None:
                 result = tile.output * own + pair * TILE_ROWS
                 first = tile.expert * outputs + matrix * results + result
-                # The last tile of outputs may have less of them; what belongs to others is left out at the end.
+                # The last tile may have fewer outputs; those of other tiles are left out at the end.
                 rows = pl.ds(jnp.minimum(first, len(numbers) - TILE_ROWS), TILE_ROWS)
 
                 def column(ref: Any, *index: Any) -> Any:
@@ -229,7 +230,7 @@ class MosaicGpuGroupedMatmul:
                     scales, zeros = [], []
                     for part in range(parts):
                         group = lax.div(block * plan.block + part * products.part, jnp.int32(self.group))
-                        # Of inputs beyond the last, which are zero.
+                        # Inputs beyond the last are zero, so any group serves them.
                         group = jnp.minimum(group, scale_ref.shape[1] - 1)
                         scales.append(column(scale_ref, group))
                         zeros.append(column(zero_ref, group))
@@ -274,7 +275,7 @@ class MosaicGpuGroupedMatmul:
                 else:
                     store_transposed(whole.at[pair], total.astype(out_dtype))
                 plgpu.commit_smem()
-                # The rows that follow belong to others: copies of powers of two make up the number of the tile's.
+                # The rows that follow belong to other tiles: copies of powers of two add up to the tile's rows.
                 for size in (1 << i for i in reversed(range(tokens.bit_length()))):
 
                     @pl.when((tile.rows & size) != 0)

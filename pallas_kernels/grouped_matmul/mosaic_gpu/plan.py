@@ -14,14 +14,14 @@ _MOST_TOKENS, _MOST_TOKENS_OF_PARTS, _MOST_TOKENS_OF_SMALL_PARTS = 128, 80, 48
 _BLOCK, _QUANTIZED_BLOCK = 64, 128
 _MOST_STAGES = 12
 _MUCH_LESS = 0.8
-# Of the 227 KiB of shared memory that a program may have; factors and barriers take the rest.
+# The part of a program's 227 KiB of shared memory that blocks may take; factors and barriers take the rest.
 _SHARED_BYTES = 216 * 1024
 
 
 @dataclasses.dataclass(frozen=True)
 class GroupedPlan:
-    """A tile has `tokens` rows of one expert, and 64 outputs for each of `warpgroups`: with a gate, half of these are
-    rows of its matrix, half of the up matrix. It is read in `blocks` of `block` inputs; `stages` of them are in flight.
+    """A tile has `tokens` rows of one expert, and 64 outputs for each of `warpgroups`: with a gate, half of them of the
+    gate matrix, half of the up matrix. It is read in `blocks` blocks of `block` inputs; `stages` blocks are in flight.
 
     `output_tiles` cover the outputs of an expert. `programs`, at most one a core, take tiles in turn.
     """
@@ -75,7 +75,7 @@ def make_plan(
     block = _BLOCK if scheme is None else _QUANTIZED_BLOCK
     bits, x_bytes = (16, 2) if scheme is None else (scheme.bits, 2 if scheme.activations is None else 1)
     outputs = warpgroups * TILE_ROWS
-    # Whole sums on their way out, and with a gate the sums of up.
+    # Shared memory also holds whole sums on their way out, and with a gate the sums of up.
     written = tokens * outputs * (2 + out_bytes // 2 if gated else out_bytes)
     return GroupedPlan(
         tokens=tokens,

@@ -22,11 +22,11 @@ from pallas_kernels.quantized_matmul.mosaic_tpu.kernel import LANES, TileSizes
 from pallas_kernels.quantized_matmul.terms import TERMS, bfloat16_terms
 from pallas_kernels.target import KernelTarget
 
-# Few rows cost as much as these, which the units of products take while they load their next weights.
+# Fewer rows cost as much as these: the units of products take them while they load their next weights.
 _FEW_ROWS, _MOST_ROWS = 64, 512
-# Of a tile of rows, whose inputs lie in vector memory three times.
+# The most inputs of a tile of rows; they lie in vector memory three times.
 _TILE_INPUTS = 2**22
-# Of a tile of weights, which lies there twice: large enough for the memory's speed, and little to wait for at first.
+# Bytes of a tile of weights, which lies there twice: enough for the memory's speed, and little to wait for at first.
 _TILE_BYTES = 2**22
 
 

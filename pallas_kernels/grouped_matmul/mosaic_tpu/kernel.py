@@ -25,11 +25,11 @@ from pallas_kernels.quantized_matmul.mosaic_tpu.kernel import Ref, TileSizes, ar
 
 @dataclasses.dataclass(frozen=True)
 class GroupedOperands:
-    """What rows are multiplied by; `parts` are 2 with a gate, otherwise 1.
+    """The operands that rows are multiplied by or that are added; `parts` are 2 with a gate, otherwise 1.
 
     - `numbers`: the weights or their stored numbers, `[experts, parts, outputs, stored]`.
-    - `scale`, `zero`: those of each part of a quantized weight, `[experts, groups, outputs or more]`. The part begins
-      at tile `first_tiles[part]` of the outputs.
+    - `scale`, `zero`: the factors of each part of a quantized weight, `[experts, groups, outputs or more]`. The part
+      begins at tile `first_tiles[part]` of the outputs.
     - `totals`: the sums of the inputs of each group, `[rows, groups]`, if there are zeros.
     - `bias`: `[experts, parts, outputs]`.
     """

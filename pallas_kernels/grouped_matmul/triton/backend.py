@@ -1,7 +1,7 @@
 """The Triton backend: NVIDIA GPUs from Ampere on, by Pallas' Triton lowering.
 
-Weights of 16 and 32 bits, and numbers of every scheme as `quantized_matmul.triton` stores them. This module decides
-what is supported and with which block sizes the kernel runs, and prepares its operands.
+It takes weights of 16 and 32 bits, and numbers of every scheme as `quantized_matmul.triton` stores them. This module
+decides what is supported and with which block sizes the kernel runs, and prepares its operands.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from pallas_kernels.quantized_matmul.triton.words import MIN_TERMS, Words, whole
 from pallas_kernels.target import KernelTarget
 from pallas_kernels.tuning import Kind
 
-# Streaming multiprocessors if the target doesn't say it.
+# Streaming multiprocessors, if the target doesn't say how many.
 _CORES = 108
 # Small tiles that each of them needs, to have enough copies from memory under way.
 _TILES_A_CORE = 2
 # The rows of an expert, on average, from which on tiles are large.
 _LARGE_ROWS = 48
-# More of them would spill registers.
+# More rows of 32 bits would spill registers.
 _MOST_ROWS_IN_32_BITS = 32
 
 
@@ -125,9 +125,9 @@ def blocks_for(rows: int, experts: Experts, target: KernelTarget) -> GroupedBloc
 
 
 def _sizes(rows: int, experts: Experts, cores: int) -> dict[str, int]:
-    """Return the largest tiles that compile without spilling registers, where experts have as many rows.
+    """Return the largest tiles that compile without spilling registers, if experts have enough rows for them.
 
-    Of small ones a core runs several, whose copies from memory hide each other's latency.
+    A core runs several small tiles, whose copies from memory hide each other's latency.
     """
     scheme = experts.scheme
     if rows > _LARGE_ROWS * experts.count:
@@ -146,7 +146,7 @@ def _sizes(rows: int, experts: Experts, cores: int) -> dict[str, int]:
 
 
 def _small_rows(rows: int, experts: Experts) -> int:
-    """Return a size of tiles that holds the rows of most experts, so that these are read once."""
+    """Return the rows of a small tile: it holds the rows of most experts, so that their weights are read once."""
     return min(max(16, pl.next_power_of_2(2 * math.ceil(rows / experts.count))), 64)
 
 

@@ -1,9 +1,9 @@
 """The Triton kernel: a tile of outputs of one expert times a tile of its rows.
 
 A grid has as many tiles of rows as there can be, whatever the numbers of rows of experts. A program finds its expert
-and its rows from these numbers; one without any multiplies nothing and writes nothing. It gathers its rows of `x`, so
-rows are never copied into the order of experts, and with a gate it computes the same outputs of gate and up, which it
-joins in float32.
+and its rows from these numbers; a program without rows multiplies nothing and writes nothing. It gathers its rows of
+`x`, so rows are never copied into the order of experts. With a gate it computes the same outputs of gate and up, and
+joins them in float32.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class GroupedBlocks:
 
 
 class ExpertOperands(NamedTuple):
-    """What the kernel reads besides operands: `starts` `[experts + 1]`, `tokens` `[rows]`, `bias` `[experts, out]`.
+    """The arrays that the kernel reads besides `Operands`: `starts` `[experts + 1]`, `tokens` `[rows]`, `bias`
+    `[experts, out]`.
 
     In `Operands`, outputs of all experts are one dimension. With `tokens`, rows of `x`, `factors` and `totals` are
     tokens.
@@ -103,7 +104,7 @@ def _find_tile(
 ) -> tuple[Int32[Array, ""], Int32[Array, " block_rows"], Int32[Array, ""]]:
     """Return the expert and the rows of a tile, and where the rows of the expert end.
 
-    A tile after the last one is one of the last expert, whose rows end at 0: it has none.
+    A tile after the last one belongs to the last expert, and its rows end at 0: it has none.
     """
     count = starts.shape[0] - 1
     lane = lax.iota(jnp.int32, pl.next_power_of_2(count))

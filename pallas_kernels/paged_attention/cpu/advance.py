@@ -153,7 +153,7 @@ def advance_tiles(
 
 
 def multiply_keys(f: Function, scratch: BlockScratch, tiles: TileRegisters, queries: Value) -> None:
-    """Store the products of rows of queries with keys that are laid out as logits."""
+    """Store as logits the products of rows of queries with keys that are laid out."""
     for number in tiles.SUMS:
         tiles.clear(number)
     words = scratch.facts.head_dim // 2
@@ -183,10 +183,10 @@ def multiply_keys_in_pool(
     end: Value,
     prefetch: Prefetch,
 ) -> None:
-    """Store the products of rows of queries that are laid out with keys `at` to `end` as logits.
+    """Store as logits the products of keys `at` to `end` with rows of queries that are laid out.
 
-    For few rows: keys are multiplied as they lie in the pool, 16 tokens at once, and the products are transposed, which
-    is less than the keys. See `advance` for `prefetch`.
+    It suits few rows: keys are multiplied as they lie in the pool, 16 tokens at once, and instead of keys the products
+    are transposed, which are fewer. See `advance` for `prefetch`.
     """
     facts = scratch.facts
     # Rows are tokens here, and only these registers always have 16

@@ -168,7 +168,7 @@ def _write_kv(f: Function, shared: SharedOperands, num_seqs: Value, k: Value, v:
 
 
 def _clear_padding(f: Function, shared: SharedOperands, num_seqs: Value, tokens: Value, facts: CpuAttention) -> None:
-    """Set the output of padding tokens to 0, so that what the program computes from it is the same each time."""
+    """Set the output of padding tokens to 0, so that the program computes the same from it each time."""
     row_bytes = shared.kv_heads * (facts.group * facts.head_dim * facts.q_bytes)
     live = int_at(f, shared.query_starts, num_seqs)
     size = (tokens - live) * row_bytes

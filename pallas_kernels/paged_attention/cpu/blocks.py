@@ -53,7 +53,7 @@ class BlockScratch(NamedTuple):
 
     `offsets` are the offsets in the pool of the block's groups of 16 tokens. `sees_from` is the first position that any
     query sees. With `exact`, bfloat16 is multiplied without conversion: by `tiles`, if the CPU has tile registers.
-    Others hold `sums` vectors of sums.
+    Vector registers hold `sums` vectors of sums.
     """
 
     shared: SharedOperands
@@ -86,7 +86,7 @@ def make_scratch(
     features: frozenset[str],
     rows: int,
 ) -> BlockScratch:
-    """Allocate memory on the stack of `f` for a block, `rows` rows of which are computed together.
+    """Allocate memory on the stack of `f` for a block; `rows` rows of queries are computed together.
 
     If the CPU has tile registers, set their shapes; the caller must release them.
     """
@@ -186,7 +186,10 @@ def lay_out_keys(f: Function, scratch: BlockScratch, at: Value, end: Value) -> N
 
 
 def lay_out_values(f: Function, scratch: BlockScratch, at: Value, end: Value, prefetch: Prefetch | None = None) -> None:
-    """Lay out their values for the product with weights; call `find_tokens` before. See `advance` for `prefetch`."""
+    """Lay out the values of tokens `at` to `end` for the product with weights; call `find_tokens` before.
+
+    See `advance` for `prefetch`.
+    """
     facts, shared = scratch.facts, scratch.shared
     row_bytes = facts.head_dim * 4
 
@@ -248,7 +251,7 @@ def value_vectors(
         for i in columns:
             yield from load_row(f, f.at(rows[0], i * LANES * facts.kv_bytes), facts.kv_dtype, LANES)
         return
-    # Two columns at once, if there are as many: a whole register of each token, and one instruction for each column
+    # Columns are taken in pairs if they can be: a pair fills a register of each token, and each takes one instruction
     at_once = 2 if len(columns) % 2 == 0 else 1
     kind = I16.times(LANES * at_once)
     seen = []
@@ -268,7 +271,7 @@ def value_vectors(
 
 
 def _lay_out_group(f: Function, tokens: Value, to: Value, facts: CpuAttention, exact: bool) -> None:
-    """Transpose 16 tokens: the same word of each token side by side."""
+    """Transpose 16 tokens, so that the same word of each token is side by side."""
     words = facts.head_dim // 2 if exact else facts.head_dim
     for first in range(0, words, LANES):
         count = min(LANES, words - first)

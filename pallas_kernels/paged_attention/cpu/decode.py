@@ -91,7 +91,7 @@ def decode(f: Function, item: Value, shared: SharedOperands, facts: CpuAttention
     length, sees_from = own_queries.length, own_queries.sees_from
     start = (sees_from // CHUNK + chunk) * CHUNK
     begin, end = f.maximum(start, sees_from & -BLOCK), f.minimum(start + CHUNK, length)
-    # Offsets in the pool of the tokens that are read next, by groups of 16
+    # The offsets in the pool of the tokens that are read next, by groups of 16
     ahead = f.stack(_GROUPS * 8)
     strip, item_bytes = _strip_heads(facts, features), partial_bytes(facts, features)
     # The loop over heads replaces the head
@@ -99,7 +99,7 @@ def decode(f: Function, item: Value, shared: SharedOperands, facts: CpuAttention
     heads = _padded_heads(facts, features)
     queries, columns = (f.stack(n * query_bytes(scratch)) for n in (heads, heads // strip * ROWS))
     live = own_queries.number * facts.group
-    # With tile registers there is little time between reads: more of them under way than a first cache takes
+    # With tile registers there is little time between reads: more reads are under way than a first cache takes
     cache = 1 if scratch.tiles is None else 2
     strips = (live + (strip - 1)) // strip
     head_bytes = facts.head_dim * facts.q_bytes
@@ -138,7 +138,7 @@ def decode(f: Function, item: Value, shared: SharedOperands, facts: CpuAttention
             def find_next(i: Value) -> None:
                 position = next_at + i * LANES
                 here = position < next_end
-                # If there are no such tokens, prefetch those at hand, which costs nothing
+                # If there are no such tokens, prefetch the current ones, which costs nothing
                 position = f.select(here, position, at)
                 seen_head = f.select(here, next_head, head)
                 f.store(token_offset(f, shared, facts, row, seen_head, position), ahead, i * 8)
@@ -183,7 +183,7 @@ def decode(f: Function, item: Value, shared: SharedOperands, facts: CpuAttention
                     f.loop(strips, attend_strip, start=1)
 
                 f.when(strips > 1, attend_others)
-            # The groups that were not prefetched beside a token of this block
+            # Prefetch the groups that were not prefetched beside a token of this block
             groups = (stop - at + (LANES - 1)) // LANES
 
             def fetch_group(i: Value) -> None:

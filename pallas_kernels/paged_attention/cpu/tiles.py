@@ -1,4 +1,4 @@
-"""What decode and prefill of the CPU's kernel share: the facts of a call, its operands, page lookups and rows."""
+"""The parts that decode and prefill of the CPU's kernel share: facts of a call, operands, page lookups and rows."""
 
 from __future__ import annotations
 

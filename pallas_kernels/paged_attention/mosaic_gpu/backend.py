@@ -1,7 +1,7 @@
 """The Mosaic GPU backend: Hopper GPUs, with their copy engine and warpgroup products, by Pallas' own GPU lowering.
 
-A decode kernel and, in programs with prefill chunks, a prefill kernel. This module decides what they support and with
-which block sizes they run; the kernels are in `decode.py` and `prefill.py`. New tokens are written by Triton's kernel.
+It has a decode kernel and, for programs with prefill chunks, a prefill kernel. This module decides what they support
+and with which block sizes they run; the kernels are in `decode.py` and `prefill.py`. Triton's kernel writes new tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _INTERPRETED_CORES = 4
 _PROGRAMS_A_CORE = 3
 _MAX_SPLITS = 64
 
-# Of the 227 KiB of shared memory that a program may have; queries, weights and outgoing results take the rest.
+# Rings take `_RING_BYTES` of a program's 227 KiB of shared memory; queries, weights and outgoing results take the rest.
 DECODE_BLOCK = 64
 _RING_BYTES = 128 * 1024
 _MAX_STAGES = 8
@@ -148,7 +148,7 @@ def candidates(kind: str, problem: Problem, target: KernelTarget) -> list[dict[s
 
 
 def _splits(programs: int, blocks: int, *, interpret: bool) -> int:
-    """Return into how many parts a row is split, so that each core has some programs; by static shapes alone."""
+    """Return into how many parts a row is split, so that each core has some programs. Only static shapes decide it."""
     wanted = (_INTERPRETED_CORES if interpret else _CORES) * _PROGRAMS_A_CORE
     return max(1, min(-(-wanted // programs), blocks, _MAX_SPLITS))
 
@@ -156,7 +156,7 @@ def _splits(programs: int, blocks: int, *, interpret: bool) -> int:
 def _decode_sizes(problem: Problem) -> dict[str, int]:
     """Return sizes that keep as many bytes in flight as shared memory holds for one program a core.
 
-    Its registers leave no room for a second program.
+    The registers of a program leave no room for a second one.
     """
     block = 2 * DECODE_BLOCK * problem.head_dim
     converted = converted_slots(problem.head_dim) * block * problem.dtype.itemsize

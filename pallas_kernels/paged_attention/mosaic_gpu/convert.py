@@ -43,7 +43,7 @@ def convert_rings(
 ) -> None:
     """Fill the rings as `fill_rings` does, converting stored blocks; the first ring is of keys, the second of values.
 
-    `seen` is the first position that is seen, and the end. Rows of values outside it may hold NaN and become zeros.
+    `seen` has the first position that is seen, and the end. Rows of values outside may hold NaN and become zeros.
     """
     set_register_budget(attention, attends=False)
     stages, block = jnp.int32(attention.stages), attention.block
@@ -86,7 +86,7 @@ def convert(stored: Any, to: Any, seen: tuple[jax.Array, jax.Array] | None = Non
     layout = _layout(columns)
     for first in range(0, rows, TILE_ROWS):
         part = plgpu.layout_cast(stored.at[pl.ds(first, TILE_ROWS)][...], layout)
-        # Through float32: Hopper has no instruction from fp8 to bfloat16.
+        # It goes through float32, as Hopper has no instruction from fp8 to bfloat16.
         numbers = part.astype(jnp.float32).astype(to.dtype)
         if seen is not None:
             row = plgpu.broadcasted_iota(jnp.int32, numbers.shape, 0, layout=layout) + first

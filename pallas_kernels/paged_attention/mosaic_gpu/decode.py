@@ -57,8 +57,10 @@ def decode(
     attention: MosaicGpuAttention,
     splits: int,
 ) -> Float[Array, "rows heads head_dim"]:
-    """Return the output of the first `num_decodes` rows, whose pages `page_table` has in order; that of the others is
-    unspecified."""
+    """Return the output of the first `num_decodes` rows; the output of other rows is unspecified.
+
+    Row r of `page_table` has the pages of row r of `q`.
+    """
     rows, heads, head_dim = q.shape
     kv_heads, group = attention.kv_heads, attention.group
     padded = -(-group // PIECE) * PIECE
@@ -84,7 +86,7 @@ def decode(
 
 
 def _split(lens: Any, splits: int, attention: MosaicGpuAttention) -> tuple[Any, Any, Any]:
-    """Return the first block, the number of blocks of each part, and the end: of one row, or of all of them."""
+    """Return the first block of a row, the number of blocks of each part, and the end; for one row, or for all rows."""
     end = ceil_div(lens, attention.block)
     first = jnp.zeros_like(end)
     if attention.window is not None:

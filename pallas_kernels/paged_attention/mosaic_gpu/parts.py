@@ -1,7 +1,7 @@
-"""What the two Mosaic GPU kernels share: static facts, tiles in shared memory, page loads, the step of the softmax.
+"""The parts that both Mosaic GPU kernels share: static facts, tiles in shared memory, page loads, the softmax's step.
 
-Also the only place with options of lowering and interpretation, so that differences between versions of jax are handled
-here: 0.11.2 and 0.12 need none.
+It is also the only place with options of lowering and interpretation, so that differences between versions of jax are
+handled here; 0.11.2 and 0.12 don't differ.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ROWS = plgpu.Layout.WGMMA.reduce(1)
 TILE_ROWS = 64
 PIECE = 8
 
-# Registers of a thread, summed over the warpgroups, and those of a thread that only starts copies, or converts too.
+# Registers of a thread, summed over the warpgroups, and those of a thread that only starts copies, or also converts.
 _REGISTERS, _REGISTER_STEP = 512, 8
 _LOADER_REGISTERS, _CONVERTER_REGISTERS = 40, 96
 
@@ -154,7 +154,7 @@ def load_block(
 
 
 def set_register_budget(attention: MosaicGpuAttention, *, attends: bool) -> None:
-    """Move registers from the loading warpgroup to the attending ones; a single one already has the maximum."""
+    """Move registers from the loading warpgroup to the attending ones; a single attending one has the most already."""
     if attention.warpgroups == 1:
         return
     loader = _CONVERTER_REGISTERS if attention.converts else _LOADER_REGISTERS
@@ -211,7 +211,7 @@ def drain_rings(
 def clear_outside(values: Any, start: jax.Array, low: jax.Array | int, high: jax.Array) -> None:
     """Zero the rows of a block in shared memory whose positions lie outside `[low, high)`: they may hold NaN."""
     rows, columns = values.shape
-    # A part of wide heads at a time: the sums leave few registers.
+    # Wide heads are cleared a part at a time, as the sums leave few registers.
     width = math.gcd(columns, _CLEARED_COLUMNS) if columns > WIDE else columns
     for first, column in itertools.product(range(0, rows, TILE_ROWS), range(0, columns, width)):
         part = values.at[pl.ds(first, TILE_ROWS), pl.ds(column, width)]

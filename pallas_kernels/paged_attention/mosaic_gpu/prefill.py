@@ -3,7 +3,7 @@
 The rows of a tile are the query heads of one KV head, for some tokens of one sequence. Two warpgroups compute
 attention, half a tile each (or a single one, if heads are large), and share the blocks of keys and values that another
 warpgroup copies. Queries are packed before, so that a tile is one copy. A copy must begin at a multiple of eight rows,
-so each sequence begins at one.
+so each sequence begins at such a multiple.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def prefill(
     sinks: Float[Array, " heads"] | None,
     attention: MosaicGpuAttention,
 ) -> Float[Array, "tokens heads head_dim"]:
-    """Return the output of the tokens of rows `[num_decodes, num_seqs)`; that of the others is unspecified."""
+    """Return the output of the tokens of rows `[num_decodes, num_seqs)`; the output of others is unspecified."""
     tokens, _, head_dim = q.shape
     kv_heads, group = attention.kv_heads, attention.group
     tile_rows = attention.warpgroups * TILE_ROWS
@@ -189,7 +189,7 @@ def _attend_tiles(
                 slot, start = attention.slot(i - low), i * block
                 clears = masked and not attention.converts
                 if clears:
-                    # Before the logits are computed, which leave few registers.
+                    # This waits before the logits are computed, as they leave few registers.
                     plgpu.barrier_wait(v_ring.arrived.at[slot])
 
                     @pl.when((start + block > length) | (start < first_seen))

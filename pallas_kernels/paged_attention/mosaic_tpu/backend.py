@@ -40,7 +40,7 @@ DTYPES = ("float32", "bfloat16")
 _DECODE_KEYS = 512
 _PREFILL_KEYS = 512
 _PREFILL_QUERIES = 128
-# Bytes of a block's pages: enough in flight for HBM's latency.
+# Bytes of a block's pages: with these in flight, HBM's latency is hidden.
 _BLOCK_BYTES = 2 * 2**20
 _SCORES_BYTES = 2**18
 # Vector memory of a core, by device; v5e and v6e have the default. XLA keeps a part of it for other operations.
@@ -228,7 +228,7 @@ def _padded_bytes(shape: tuple[int, ...], dtype: np.dtype) -> int:
 
 
 def _heads_at_once(attention: TpuAttention, queries: int, pages: int) -> int:
-    """Return several heads for a single query, whose products alone are too small to hide latency; else 1."""
+    """Return how many heads are multiplied at once: several for a single query, as small products hide no latency."""
     if queries > 1:
         return 1
     most = max(1, _SCORES_BYTES // (4 * 8 * pages * attention.page_size))

@@ -83,7 +83,7 @@ class KernelResults(NamedTuple):
 
 
 class LoopScratch(NamedTuple):
-    """The memory and semaphores of one loop; whatever is copied ahead has two buffers."""
+    """The memory and semaphores of one loop; arrays that are copied ahead have two buffers."""
 
     table: Ref
     q: Ref

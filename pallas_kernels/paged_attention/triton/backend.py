@@ -1,8 +1,8 @@
 """The Triton backend: NVIDIA GPUs from Ampere on, by Pallas' Triton lowering.
 
-A kernel that writes new tokens, a decode kernel and, in programs with prefill chunks, a prefill kernel. This module
-decides what they support and with which block sizes they run; the kernels are in `qkv.py`, `write.py`, `decode.py` and
-`prefill.py`.
+It has a kernel that writes new tokens, a decode kernel and, for programs with prefill chunks, a prefill kernel. This
+module decides what they support and with which block sizes they run; the kernels are in `qkv.py`, `write.py`,
+`decode.py` and `prefill.py`.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from pallas_kernels.target import KernelTarget
 MAX_GROUP = 16
 DTYPES = ("float32", "bfloat16", "float16")
 
-# Streaming multiprocessors if the target doesn't say it, and KiB of shared memory of each: Hopper's, and others'.
+# Streaming multiprocessors, if the target doesn't say how many, and KiB of shared memory of each: Hopper's, others'.
 _CORES = 132
 _SHARED_KIB, _LESS_SHARED_KIB = 228, {(8, 0): 164, (8, 6): 100, (8, 9): 100, (12, 0): 100}
 
-# Warps that a core runs at once by what decode takes of registers, and with heads wider than 128, fp8 to convert, or
+# Warps that a core runs at once, limited by decode's registers; fewer with heads wider than 128, fp8 to convert, or
 # tiles of more than 16 rows.
 _WARPS_A_CORE, _LARGE_WARPS_A_CORE = 12, 8
 
-# Queries, sums and page ids besides the tiles of a decode in flight.
+# The shared memory of a decode's queries, sums and page ids, besides the tiles in flight.
 _DECODE_SHARED_KIB = 8
 
 # The first compute capability (Ada's) with instructions that convert fp8; before it, Triton converts only e5m2, by
@@ -152,7 +152,7 @@ def decode_blocks_for(problem: Problem, target: KernelTarget, *, rows: int, quer
     queries = max(1, min(queries, _packed_rows(problem, target) // group))
     sizes = tuned_blocks(target, "triton", "decode", problem) or _decode_sizes(problem, target)
     tile = 2 * sizes["block_kv"] * pl.next_power_of_2(problem.head_dim) * problem.kv_dtype.itemsize
-    # Half of the stages are those of page ids.
+    # Half of the stages hold page ids.
     shared = (sizes["num_stages"] - 1) // 2 * tile + _DECODE_SHARED_KIB * 1024
     programs = _programs(problem, target, sizes["num_warps"], shared, large=queries * group > MIN_ROWS)
     splits = min(_MAX_SPLITS, pl.cdiv(programs, pl.cdiv(rows, queries) * problem.kv_heads))
@@ -166,7 +166,7 @@ def prefill_blocks_for(problem: Problem, target: KernelTarget) -> PrefillBlocks:
     sizes = tuned_blocks(target, "triton", "prefill", problem) or _prefill_sizes(problem, target)
     lanes, loaded = pl.next_power_of_2(problem.head_dim), (sizes["num_stages"] - 1) // 2 * 2 * sizes["block_kv"]
     shared = lanes * (sizes["block_q"] * problem.dtype.itemsize + loaded * problem.kv_dtype.itemsize)
-    # Besides the sums of wide heads, queries take registers, or the masks of lanes and rows that only fill a tile.
+    # Besides the sums of wide heads, registers hold queries, or the masks of lanes and rows that only fill a tile.
     masks_all = problem.head_dim > 128 and (_is_padded(problem) or _queries_in_registers(target))
     return PrefillBlocks(masks_all=masks_all, programs=_programs(problem, target, sizes["num_warps"], shared), **sizes)
 
@@ -201,9 +201,9 @@ def candidates(kind: str, problem: Problem, target: KernelTarget) -> list[dict[s
 def _decode_sizes(problem: Problem, target: KernelTarget) -> dict[str, int]:
     """Return sizes for tiles of 16 KiB of keys and 16 KiB of values, two of each in flight.
 
-    Half of that with a small shared memory, and with float32, which is multiplied without tensor cores and takes more
-    registers. Also with fp8, unless heads are of 128: for others its conversion takes too many. Without instructions
-    for that conversion, a quarter.
+    Tiles are half as large with a small shared memory, and with float32, which is multiplied without tensor cores and
+    takes more registers. They are also half as large with fp8, unless heads are of 128: for other heads, its conversion
+    takes too many registers. They are a quarter without instructions for that conversion.
     """
     lanes, halved = pl.next_power_of_2(problem.head_dim), _small_shared_memory(target) or problem.dtype.itemsize == 4
     width = problem.kv_dtype.itemsize if lanes == 128 and not halved else problem.dtype.itemsize
@@ -218,7 +218,7 @@ def _decode_sizes(problem: Problem, target: KernelTarget) -> dict[str, int]:
 def _packed_rows(problem: Problem, target: KernelTarget) -> int:
     """Return how many rows a tile of packed queries has at most, so that no registers are spilled.
 
-    With 16, as many as a single query's tile has, tensor cores compute nothing more than without packing.
+    With 16 rows, as many as a single query's tile has, tensor cores compute nothing more than without packing.
     """
     if is_float8(problem.kv_dtype) and _queries_in_registers(target):
         return 1

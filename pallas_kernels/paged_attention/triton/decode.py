@@ -4,8 +4,8 @@ A program takes all query heads of a KV head, so that keys and values are read o
 depends on its own length alone, and they are combined in order, so a row's sums are the same whatever other rows there
 are.
 
-Rows may also be consecutive queries of one sequence. Those that are split alike are packed into one tile, which reads
-keys and values once for all of them. What a query doesn't see adds nothing, so its sums are the same as alone.
+Rows may also be consecutive queries of one sequence. Queries that are split alike are packed into one tile, which reads
+keys and values once for all of them. Tokens that a query doesn't see add nothing, so its sums are the same as alone.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class DecodeBlocks(NamedTuple):
 
 
 class _Packs(NamedTuple):
-    """For each query its row of the page table, and how many queries are packed with it; 0 if another one leads."""
+    """The row of each query in the page table, and how many queries are packed with it; 0 if another one leads."""
 
     table_rows: Ref
     counts: Ref
@@ -130,7 +130,8 @@ def decode(
 
 
 def _pack_counts(same: list[Int[Array, " tokens"]], live: Array, most: int) -> Int[Array, " tokens"]:
-    """Return how many tokens each pack has, at its first token; 0 for others. In a pack all numbers are the `same`."""
+    """Return how many tokens each pack has, at its first token; 0 for others. All tokens of a pack have equal numbers
+    in each array of `same`."""
     token = jnp.arange(same[0].shape[0], dtype=jnp.int32)
     begins = functools.reduce(jnp.logical_or, (x != jnp.roll(x, 1) for x in same), token == 0)
     before = token <= token[:, None]
@@ -141,7 +142,7 @@ def _pack_counts(same: list[Int[Array, " tokens"]], live: Array, most: int) -> I
 
 
 def _tiles(length: Array, attention: TritonAttention, blocks: DecodeBlocks) -> tuple[Array, Array, Array]:
-    """Return the first tile, the end, and the number of tiles of a split: of a row, or of all rows."""
+    """Return the first tile, the end, and the number of tiles of a split; for one row, or for all rows."""
     end = pl.cdiv(length, blocks.block_kv)
     first = jnp.zeros_like(end)
     if attention.window is not None:
@@ -163,7 +164,7 @@ def _decode(
     attention: TritonAttention,
     blocks: DecodeBlocks,
 ) -> None:
-    """Compute splits. A row's only split writes the final output, else the last one to be done combines them."""
+    """Compute splits. A row's only split writes the final output; of several, the last to be done combines them."""
 
     def compute(row: Array, split: Array, kv_head: Array) -> None:
         queries = _queries(rows, row, kv_head, attention, blocks)
@@ -206,7 +207,7 @@ def _decode(
 class _Queries(NamedTuple):
     """The queries of an item: token and head of each row of its tile, which exist, and their first seen positions.
 
-    `length` is that of the last one, `past` the position after each, `table_row` the row of the page table.
+    `length` is the length at the last query, `past` the position after each, `table_row` the row of the page table.
     """
 
     token: Any

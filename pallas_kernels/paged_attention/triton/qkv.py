@@ -35,7 +35,7 @@ _Halves = tuple[Array, Array]
 class _Facts:
     """The static facts of a call; a program takes `tokens` tokens of a query head, or of a KV head's key and value.
 
-    Of each KV head, the product has `members` heads: its group, its key and, unless keys are values, its value.
+    The product has `members` heads for each KV head: its group, its key and, unless keys are values, its value.
     """
 
     group: int
@@ -185,7 +185,7 @@ def _write_qkv(
 
     @pl.when(member == facts.group)
     def key_and_value() -> None:
-        # Both are loaded before one is stored, which no later load may overtake.
+        # Both are loaded before either is stored: a later load may not overtake the store.
         key, value = load(facts.group), load(facts.members - 1)
         if facts.norm_values:
             first, second = unit(value)

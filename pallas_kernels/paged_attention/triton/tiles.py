@@ -1,4 +1,4 @@
-"""What the Triton kernels share: loads and stores of tiles, page lookups, and the step of the running softmax.
+"""The parts that the Triton kernels share: loads and stores of tiles, page lookups, the step of the running softmax.
 
 Sizes of Triton's arrays are powers of two, so a head of 80 or 96 becomes a tile of 128 whose last lanes are neither
 read nor written.
@@ -113,8 +113,8 @@ def pool_rows(
 ) -> Int[Array, " tokens"]:
     """Return the rows of the flat pool that hold some of a row's tokens.
 
-    Triton makes two pipelines of such loads in a loop: page ids are copied to shared memory a stage before they are
-    used, so that copies of keys and values wait for no load.
+    In a loop, Triton pipelines these loads twice: page ids are copied to shared memory a stage before they are used, so
+    that copies of keys and values wait for no load.
     """
     size = attention.page_size
     page = plgpu.load(pool.page_table.at[row, lax.div(position, size)])

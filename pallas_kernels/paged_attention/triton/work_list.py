@@ -1,14 +1,14 @@
-"""Work lists of persistent kernels: which items there are, and which program computes which.
+"""Work lists of persistent kernels: the items that there are, and which program computes each.
 
 A kernel has as many programs as the GPU runs at once, and each computes items until none is left. So there are no
 programs without work, and a call with nothing to do ends as soon as its programs have read one number. A list names the
 parts of rows (splits of a decode, tiles of a prefill); an item is one KV head of a part. All layers have the same list,
 so XLA computes it once a step.
 
-Balance: parts of long rows come first, and items are dealt out in alternating direction, as players are to teams. The
-sums of two programs then differ by less than the longest item, and what is left for the end is short. A counter of
-taken items would balance differences in speed as well, but each item would wait for it. Decode needs no more: fewer
-than half of its programs saturate memory, so the last programs run faster.
+To balance the work, parts of long rows come first, and items go to programs 0 to n - 1, then to n - 1 to 0, and so on.
+The work of two programs then differs by less than the longest item, and the last items are short. A counter of taken
+items would balance differences in speed as well, but each item would wait for it. Decode needs no more: fewer than half
+of its programs saturate memory, so the last programs run faster.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Int
 
-# The interpreter runs programs one after another: so few that each computes several items.
+# The interpreter runs programs one after another: there are so few that each computes several items.
 _INTERPRETED_PROGRAMS = 6
 
 

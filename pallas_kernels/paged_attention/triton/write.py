@@ -35,7 +35,7 @@ def write(
     slots: Int[Array, " tokens"],
     attention: TritonAttention,
 ) -> tuple[PagedKV, Int[Array, "tokens kv_heads"]]:
-    """Return the pool with each token in its slot of the layer, and zeros, for which decode would need another launch.
+    """Return the pool with each token in its slot of the layer, and zeros for decode, which save it another launch.
 
     Tokens of negative slots are not written.
     """
@@ -73,7 +73,7 @@ def _write(
 
 
 def to_pool(rows: Float[Array, "tokens lanes"], scale: Array | None, dtype: jnp.dtype) -> Float[Array, "tokens lanes"]:
-    """Convert keys or values to the pool's dtype; those of fp8 are divided by their scale and clipped."""
+    """Convert keys or values to the pool's dtype; for fp8, they are divided by their scale and clipped."""
     if scale is not None:
         rows = rows.astype(jnp.float32) / scale
     if is_float8(dtype):

@@ -1,7 +1,7 @@
-"""How a CPU with tile registers (AMX) multiplies pairs of bfloat16: a tile of rows at a time, or one row likewise.
+"""How a CPU with tile registers (AMX) multiplies pairs of bfloat16: a tile of rows at a time, or one row in that order.
 
-A tile register sums the products of first and of second neighbours apart. So one row, whose numbers take longer to
-become a tile than to be multiplied, gets the same sums from ordinary instructions.
+For one row, numbers take longer to become a tile than to be multiplied, so ordinary instructions multiply them. They
+sum the products of first and of second neighbours apart, as a tile register does, and get the same sums.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pallas_kernels.quantized_matmul.cpu.numbers import LANES, PARTS, BF16Produc
 
 _BYTES, _WORDS = I8.times(4 * STRIP), I16.times(2 * STRIP)
 _BIAS = (127 - 15) << 7
-"""Between the exponents of a half and of a bfloat16."""
+"""The difference between the exponents' biases of a half and of a bfloat16, at the place of bfloat16's exponent."""
 
 
 class TileProducts(BF16Products):
@@ -43,7 +43,7 @@ class TileProducts(BF16Products):
 
 
 class RowProducts(BF16Products):
-    """Pairs of bfloat16 of one row, in the order of tile registers: half of a sum is of second neighbours."""
+    """Pairs of bfloat16 of one row, summed in the order of tile registers: second neighbours have sums of their own."""
 
     tiles: dict[int, int] = dict.fromkeys((1,), 4)
     sums = F32.times(2 * STRIP)

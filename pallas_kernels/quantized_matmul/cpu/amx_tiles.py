@@ -21,15 +21,15 @@ from pallas_kernels.quantized_matmul.cpu.numbers import LANES, PARTS, SUMS
 from pallas_kernels.quantized_matmul.cpu.tiles import KINDS, LINE_BYTES, Product, Tiles
 
 _ITEM_BYTES, _ITEM_ROWS, _ITEM_STRIPS = 1 << 16, 64, 4
-"""A thread takes about so many bytes of weights at a time, fewer if there are more rows; a multiple of the strips."""
+"""A thread takes about this many bytes of weights at a time, half of them for twice the rows; a multiple of strips."""
 _PREFETCHED_BYTES = 1 << 12
 _STREAMED_ROWS, _ANY_ROWS = (4, 8, ROWS), (1 << 63) - 1
-"""The most rows of each function for one tile, and of the one for several."""
+"""The most rows of each function for one tile, and of the function for several tiles."""
 _RING, _AHEAD = 4, 2
 """Blocks whose numbers and sums a stream keeps, and how far ahead it unpacks; the former is a power of two."""
 _PAIR, _CHUNK, _PANEL_ROWS = 2, 2, 64
-"""The strips, and the most blocks and rows, that several tiles share. They fit in half of a first cache: the other half
-may be that of another thread of the core."""
+"""The strips, and the most blocks and rows, that several tiles share. They fit in half of a first cache: another thread
+of the core may use the other half."""
 _INPUT_BYTES = 2
 
 
@@ -80,7 +80,7 @@ class AmxTiles:
     def _multiply_tiles(
         self, f: Function, product: Product, strips: tuple[Value, Value], rows: tuple[Value, Value]
     ) -> None:
-        """Multiply by the function for so many rows, with this thread's registers."""
+        """Multiply by the function for this number of rows, with this thread's registers."""
         (first, stop), (begin, end) = strips, rows
         count, blocks = end - begin, product.in_dim // BLOCK
         whole = dataclasses.replace(
@@ -112,8 +112,8 @@ class AmxTiles:
     def _write_stream(self, module: Module, rows: int) -> str:
         """Write the function of at most `rows` rows, one tile.
 
-        Numbers are unpacked a few blocks ahead, in the next strip too: what was just stored can't be loaded at once,
-        and so reading from memory never pauses.
+        Numbers are unpacked a few blocks ahead, in the next strip too. A register can't load numbers right after they
+        were stored, and reading from memory thus never pauses.
         """
         f, product, count, strips = self._function(module, f"stream_{rows}")
         registers = self._registers(f, count)
@@ -147,7 +147,7 @@ class AmxTiles:
     def _write_tiles(self, module: Module) -> str:
         """Write the function of several tiles.
 
-        Two strips share what is loaded of `x`. The numbers of a chunk of both, the sums of a tile and the totals of a
+        Two strips share the registers of `x`. The numbers of a chunk of both, the sums of a tile and the totals of a
         panel of rows fit in a first cache, so that only inputs come from the second.
         """
         f, product, count, strips = self._function(module, "tiles")
@@ -229,7 +229,7 @@ class AmxTiles:
         f.loop(count, multiply_panel, step=_PANEL_ROWS)
 
     def _write_dense(self, module: Module) -> str:
-        """Write the function of bfloat16 weights, which registers load as they are, and where sums stay."""
+        """Write the function of bfloat16 weights: registers load them as they are, and sums stay in registers."""
         f, product, count, strips = self._function(module, "dense")
         registers, sums = self._registers(f, f.minimum(count, ROWS)), f.stack(TILE_BYTES)
         blocks = product.in_dim // BLOCK
@@ -240,7 +240,7 @@ class AmxTiles:
 
             def multiply_tile(place: Value) -> None:
                 row = f.maximum(f.minimum(place, count - ROWS), 0)
-                # A tile whose strips are in the cache fetches what it reads at once: less work than a branch
+                # A tile whose strips are in the cache fetches the bytes that it reads now: less work than a branch
                 ahead = f.select(place.equals(0), f.constant(I64, _PREFETCHED_BYTES // width), 0)
 
                 def multiply_block(block: Value) -> None:
@@ -304,9 +304,9 @@ class AmxTiles:
     def _add_scaled(
         self, f: Function, totals: Sequence[Value], sums: Sequence[Value], run: Value, own: Sequence[Value]
     ) -> list[Value]:
-        """Return the totals of rows with their sums of a block, scaled by its run's scales, and minima if it has them.
+        """Return the totals of rows plus their sums of a block, scaled by its run's scales, and its minima, if any.
 
-        `sums` are where each row's are, `own` where its factor for the block is, or the sum of its inputs for minima.
+        `sums` points to the sums of each row; `own` to its factor for the block or, for minima, the sum of its inputs.
         """
         scale = f.load(SUMS, run, self._number_bytes)
         minimum = f.load(SUMS, run, self._number_bytes + SUMS.nbytes) if self._has_minima else None

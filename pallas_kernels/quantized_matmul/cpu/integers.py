@@ -1,6 +1,7 @@
 """How a CPU with AVX2 multiplies by integers: as 16-bit integers, two inputs of 8 outputs by one instruction.
 
-An instruction of float32 multiplies one input of 8 outputs. So without AVX-512, 16 rows take two thirds of the time.
+An instruction of float32 multiplies one input of 8 outputs. So without AVX-512, 16 rows take two thirds of the time of
+float32.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ _NAN = 0x7FC00000
 class I16Products:
     """Pairs of 16-bit integers, for formats of integers; sums of a block are exact.
 
-    The inputs of a block have a power of two as their factor, by which the largest one gets 15 bits. Those not below
-    1/128 of it are exact, and others rounded by at most 2^-15 of it, where bfloat16 rounds by 2^-9 of each. The factor
-    follows the block; it is NaN if an input isn't finite.
+    The inputs of a block have a power of two as their factor, by which the largest one gets 15 bits. Inputs of at least
+    1/128 of the largest are exact. Others are rounded by at most 2^-15 of the largest; bfloat16 rounds each input by up
+    to 2^-9 of itself. The factor follows the block; it is NaN if an input isn't finite.
     """
 
     tiles: dict[int, int] = dict.fromkeys((1, 2, 3, 4), 1)

@@ -41,9 +41,9 @@ FP8_UNIT = 256.0
 class PackedWeight:
     """A weight `[*outer, split, *inner, in]`; inside a `shard_map`, that of one shard.
 
-    `data` holds its bytes, uint8 `[*outer, strips, blocks, run]`: the outputs of `split`, the dimension that may be
-    divided among shards, and of `inner` ones are joined and cut into strips. Without a `scheme` it is bfloat16. `order`
-    and `input_scale` are as in `QuantizedWeight`.
+    `data` holds its bytes, uint8 `[*outer, strips, blocks, run]`. Shards may divide the dimension `split`; its outputs
+    and those of the `inner` dimensions are joined and cut into strips. Without a `scheme` it is bfloat16. `order` and
+    `input_scale` are as in `QuantizedWeight`.
     """
 
     data: Any
@@ -99,8 +99,8 @@ def pack_numbers(
 ) -> None:
     """Write quantized weights into `out`, uint8 of `packed_shape`.
 
-    `numbers` are uint8 `[out, in]`, contiguous, those of fp4 as in `QuantizedWeight`, and `factors` of `FACTORS`
-    `[out, in / 32]`.
+    `numbers` are uint8 `[out, in]`, contiguous; fp4 is coded as in `QuantizedWeight`. `factors` are of the type
+    `FACTORS`, `[out, in / 32]`.
     """
     strips, count, _ = out.shape
     size = number_bytes(format)
@@ -134,7 +134,7 @@ def gather_rows(weight: PackedWeight, indices: Int[Array, " rows"]) -> BFloat16[
     assert weight.scheme is None, weight.scheme
     strips, count, _ = weight.data.shape
     lanes = weight.data.reshape(strips, count, BLOCK // 2, STRIP, 4)
-    # Gather bytes, then convert: otherwise XLA converts the whole weight to bfloat16 first
+    # Bytes are gathered before they are converted: otherwise XLA converts the whole weight to bfloat16 first
     pairs = lanes.at[indices // STRIP, :, :, indices % STRIP].get(mode="fill", fill_value=0)
     return jax.lax.bitcast_convert_type(pairs.reshape(len(indices), -1, 2), jnp.bfloat16)
 

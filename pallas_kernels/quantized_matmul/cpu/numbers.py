@@ -19,7 +19,7 @@ from pallas_kernels.quantized_matmul.cpu.layout import BITS, BLOCK, FP8_UNIT, ST
 from pallas_kernels.quantized_matmul.layout import FP4_VALUES
 
 PARTS = 4
-"""Of a block, in a loop: of longer code, LLVM loads more at once than registers hold."""
+"""The parts of a block that a loop goes through: in longer code, LLVM loads more at once than registers hold."""
 SUMS = F32.times(STRIP)
 LANES = I32.times(STRIP)
 _WORDS = I16.times(2 * STRIP)
@@ -30,9 +30,9 @@ _HIGH = -(1 << 16)
 class PairProducts(Protocol):
     """How a kernel multiplies pairs of neighbouring inputs.
 
-    `tiles` has the strips of a tile by its rows, which ascend: as many sums as fit in registers. Numbers of
-    `panel_formats` take about as long to unpack as to multiply by the rows of a tile; a pair is one vector. A prepared
-    block has `block_bytes`, and its products are added as `sums`.
+    `tiles` maps the number of rows of a tile, ascending, to its strips: as many as registers hold sums for. Numbers of
+    `panel_formats` take about as long to unpack as to multiply by the rows of a tile; a pair of these is one vector. A
+    prepared block has `block_bytes`, and its products are added as `sums`.
     """
 
     tiles: dict[int, int]
@@ -42,9 +42,9 @@ class PairProducts(Protocol):
     sums: Type
 
     def prepare_inputs(self, f: Function, x: Value, count: Value, sums: Value) -> Value:
-        """Return where `count` inputs are as tiles read them; `x` are bfloat16.
+        """Return a pointer to `count` inputs in the form that tiles read; `x` are bfloat16.
 
-        If that rounds them, `sums`, of the inputs of each block, become those of rounded ones.
+        If this rounds inputs, `sums`, of the inputs of each block, become the sums of the rounded ones.
         """
 
     def free_inputs(self, f: Function, prepared: Value) -> None:
@@ -123,8 +123,8 @@ class F32Products:
 
     def __init__(self, *, has_tables: bool = False) -> None:
         self._has_tables = has_tables
-        # Of a strip, each number is converted: more rows share that. Of 256 bits, it takes twice as many vectors, and
-        # there are half as many registers.
+        # All rows of a tile share the conversion of a number, so more rows are better. With 256 bits, a strip takes
+        # twice as many vectors, and there are half as many registers.
         self.tiles: dict[int, int] = dict.fromkeys((1, 2, 4, 6, 8), 2) if has_tables else {1: 2, 2: 2, 3: 1, 4: 1}
 
     def prepare_inputs(self, f: Function, x: Value, count: Value, sums: Value) -> Value:
@@ -196,17 +196,18 @@ def _f32_of_fp4(f: Function, bits: Value) -> Value:
 def _f32_of_fp8(f: Function, high: Value) -> Value:
     """Return float8_e4m3fn numbers, the high bytes of 16-bit integers, divided by `FP8_UNIT`, in float32.
 
-    A half has the same bits of exponent and more. Unlike float32, halves below the normal range are always converted,
-    whatever the mode of the thread.
+    Halves have more bits of exponent and of mantissa. Unlike float32, halves below the normal range are always
+    converted, whatever the mode of the thread.
     """
     halves = f.convert("bitcast", f.binary("ashr", high, 1) & ~0x407F, _HALVES)
     return f.convert("fpext", halves, SUMS)
 
 
 def _bf16_of_fp8(f: Function, high: Value) -> Value:
-    """Return the same as `_f32_of_fp8` as the bits of bfloat16.
+    """Return the same numbers as `_f32_of_fp8`, as the bits of bfloat16.
 
-    Products take bfloat16 below the normal range for zero, so fp8 numbers below theirs come from a table.
+    Products take bfloat16 below its normal range for zero, so fp8 numbers below the normal range of fp8 come from a
+    table.
     """
     normal = ((high >> 4) & 0x7F0) + (_bfloat16(2**-6 / FP8_UNIT) - (1 << 7))
     table = f.constant(_WORDS, [_bfloat16(i * 2**-9 / FP8_UNIT) for i in range(_WORDS.lanes)])

@@ -12,7 +12,7 @@ from pallas_kernels.cpu.emit import Function, Module, Value
 from pallas_kernels.cpu.ffi import Call, handler
 from pallas_kernels.cpu.types import I16, I32, I64
 
-# Enough numbers for an item to be worth starting a thread
+# An item with this many numbers is worth starting a thread
 _ITEM_NUMBERS = 1 << 14
 
 

@@ -28,7 +28,7 @@ _PREFETCHED_BYTES = 1 << 12
 The fetches lie between the products, one or two at a time: many in a row would hold up the products behind them.
 """
 _PANEL_ROWS = 64
-"""The most: their sums of four strips are a third of a core's first cache."""
+"""The most rows of a panel: their sums of four strips take a third of a core's first cache."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,13 +56,13 @@ KINDS = [PTR, PTR, PTR, PTR, I64, I64]
 
 
 class Tiles:
-    """The functions of all tiles of a format: those that `products` has, and one of each number of rows for one strip.
+    """The functions of all tiles of a format: those of `products.tiles`, and one strip by each of their row counts.
 
-    Where numbers take long to unpack, many rows are a panel: the numbers of a block are unpacked once for all its
-    tiles, and the sums of the panel lie in the cache.
+    If numbers take long to unpack, many rows form a panel: the numbers of a block are unpacked once for all its tiles,
+    and the sums of the panel lie in the cache.
 
-    With `by_factors`, each row has a factor for each block of its inputs. Of formats with minima, it has their sum.
-    Outputs are float32, or bfloat16 if it `rounds`.
+    With `by_factors`, each row has a factor for each block of its inputs. For formats with minima, it has the sum of
+    the inputs instead. Outputs are float32, or bfloat16 if it `rounds`.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Tiles:
         self._panel = self._write_panel(module) if format in products.panel_formats else None
 
     def strips_of_item(self, f: Function, strip_bytes: Value, rows: Value) -> Value:
-        """Return how many strips a thread takes at a time: threads should end together, and each start be worth it."""
+        """Return how many strips a thread takes at a time: enough to be worth it, but few, so that all end together."""
         worth = f.constant(I64, _ITEM_BYTES) // (rows // self._rows[-1] + 1)
         return (worth // strip_bytes // self._strips + 1) * self._strips
 
@@ -91,7 +91,7 @@ class Tiles:
         rows: tuple[Value, Value],
         source: Callable[[Value], Value] | None = None,
     ) -> None:
-        """Multiply the strips from `strips[0]` to before `strips[1]` by such rows; strips stay in the cache.
+        """Multiply the strips from `strips[0]` up to `strips[1]` by the rows of this range; strips stay in the cache.
 
         `source` returns which row of `x` belongs to a row of `out`, if it isn't the same.
         """
@@ -139,7 +139,7 @@ class Tiles:
         f.loop(stop, lambda strip: compute_strips(strip, 1), start=whole)
 
     def _write_tile(self, module: Module, rows: int, strips: int) -> str:
-        """Write a tile's function, of a product, whether it is the first to read the strips, and both rows."""
+        """Write a tile's function of a product, whether it reads the strips first, rows of `x`, and rows of `out`."""
         f = module.function(f"tile_{rows}x{strips}", [*KINDS, I1, *[I64] * (2 * rows)])
         product, reads_first, places = Product(*f.arguments[:6]), f.arguments[6], f.arguments[7:]
         sources, targets = places[:rows], places[rows:]
@@ -164,7 +164,7 @@ class Tiles:
         return f.name
 
     def _write_panel(self, module: Module) -> str:
-        """Write a panel's function, of a product, whether it is the first to read the strips, and rows of `x`."""
+        """Write a panel's function of a product, whether it reads the strips first, rows of `x`, and their number."""
         f = module.function("panel", [*KINDS, I1, PTR, I64])
         product, (reads_first, sources, rows) = Product(*f.arguments[:6]), f.arguments[6:]
         most, strips = self._rows[-1], self._strips
@@ -209,15 +209,15 @@ class Tiles:
     def _runs(
         self, f: Function, product: Product, at: Value, strips: int, reads_first: Value
     ) -> tuple[list[Value], Value]:
-        """Return where a block's runs are, and how far behind lies what is fetched while they are read.
+        """Return where a block's runs are, and how far behind them the bytes lie that are fetched meanwhile.
 
         If the strips are read for the first time, they are in no cache.
         """
         blocks, blocks_ahead = product.in_dim // BLOCK, _PREFETCHED_BYTES // strips // self._run_bytes
         runs = [f.at(product.weight, (blocks * strip + at) * self._run_bytes) for strip in range(strips)]
-        # Behind the end of a strip lies the next one of this tile; what is read next lies behind the last one
+        # Behind the end of a strip lies the next strip of this tile; the bytes to read next lie behind the last strip
         skipped = f.select(at + blocks_ahead < blocks, f.constant(I64, 0), blocks * ((strips - 1) * self._run_bytes))
-        # A tile whose strips are in the cache fetches what it reads at once: less work than a branch
+        # A tile whose strips are in the cache fetches the bytes that it reads now: less work than a branch
         ahead = f.select(reads_first, skipped + blocks_ahead * self._run_bytes, 0)
         for line in range(self._number_bytes, self._run_bytes, LINE_BYTES):
             for run in runs:
@@ -232,7 +232,7 @@ class Tiles:
     def _unpack(
         self, f: Function, runs: Sequence[Value], ahead: Value, part: Value
     ) -> Iterator[tuple[tuple[Value, ...], ...]]:
-        """Yield the numbers of a part of a block, pair by pair: those of each strip."""
+        """Yield the numbers of a part of a block, pair by pair, for each strip."""
         size = self._number_bytes // PARTS
         parts = [f.at(run, part * size) for run in runs]
         by_strip = [self._products.weight_pairs(f, one, self._format) for one in parts]
@@ -250,7 +250,7 @@ class Tiles:
         part: Value,
         pairs: Iterable[Sequence[tuple[Value, ...]]],
     ) -> list[Value]:
-        """Return the sums of each row and strip with the products of a part of a block."""
+        """Return the sums of each row and strip plus the products of a part of a block."""
         made = list(sums)
         near = [f.at(one, part * (BLOCK // PARTS * self._products.input_bytes)) for one in inputs]
         for pair, numbers in enumerate(pairs):
@@ -271,7 +271,7 @@ class Tiles:
         runs: Sequence[Value],
         sources: Sequence[Value],
     ) -> list[Value]:
-        """Return the totals of each row and strip with the sums of a block, scaled."""
+        """Return the totals of each row and strip plus the scaled sums of a block."""
         size, has_minima = self._number_bytes, self._format in INTEGERS
         scales = [f.load(SUMS, run, size) for run in runs]
         minima = [f.load(SUMS, run, size + SUMS.nbytes) if has_minima else None for run in runs]

@@ -75,7 +75,7 @@ def multiply(
     x = jnp.pad(x, ((0, plan.token_tiles * plan.tokens - len(x)), (0, 0)))
     unpacking = None
     if factors is not None:
-        # One for each block, of which a group may have several.
+        # The kernel takes a factor for each block; a group may have several blocks.
         factors = jnp.repeat(factors, in_dim // BLOCK // factors.shape[1], axis=1).T
         factors = jnp.pad(factors, ((0, 0), (0, len(x) - tokens)))
     else:
@@ -97,7 +97,7 @@ def unpacking_of(in_dim: int, scheme: Scheme) -> Unpacking:
 def candidates(kind: Kind) -> list[dict[str, int]]:
     """Return the block sizes to time for the tuned table. Tuning skips sizes that don't compile.
 
-    The rule chooses the others: how many tokens a decode has varies.
+    The rule chooses the other sizes, as the number of tokens of a decode varies.
     """
     if kind == "decode":
         sizes = itertools.product((1, 2, 4), (1, 2), (4, 8))
@@ -107,7 +107,7 @@ def candidates(kind: Kind) -> list[dict[str, int]]:
 
 
 def _sum_parts(out: Float[Array, "parts tokens out_dim"], plan: ProductPlan) -> Float[Array, "tokens out_dim"]:
-    """Add the parts of each tile; what a tile has no part for was never written."""
+    """Add the parts of each tile; entries without a part were never written."""
     if plan.parts == 1:
         return out[0]
     exists = np.arange(plan.parts)[:, None] < plan.part_counts

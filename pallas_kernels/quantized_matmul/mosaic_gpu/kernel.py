@@ -1,9 +1,9 @@
 """The product on Hopper GPUs by Mosaic GPU: rows of the weight are rows of the tensor cores' tiles, tokens are columns.
 
-So a decode step of a few rows wastes nothing of a tile, and reads each weight once. Each program, one a core, takes an
-equal share of all blocks of inputs of all tiles: one warpgroup copies blocks into a ring, the others multiply, each by
-rows of its own. A group's products are summed unscaled, which is exact up to the rounding of sums, and then scaled in
-registers.
+So a decode step of a few rows wastes nothing of a tile, and reads each weight once. Each core runs one program, which
+takes an equal share of all blocks of inputs of all tiles: one warpgroup copies blocks into a ring, the others multiply,
+each by rows of its own. A group's products are summed unscaled, which is exact up to the rounding of sums, and then
+scaled in registers.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ class MosaicGpuMatmul:
         zero: Shaped[Array, "out_dim groups"] | None,
         out_dtype: Any,
     ) -> Float[Array, "parts tokens out_dim"]:
-        """Return parts of the sums, those that the plan says to exist; only whole sums may be rounded to bfloat16.
+        """Return parts of the sums, each tile's as `plan.part_counts` says. Only whole sums may be rounded to bfloat16.
 
-        `tokens` is a multiple of the plan's. `factors` are what each part's products are multiplied by or, if zeros
-        aren't whole numbers, the sums of each part's inputs. Whole zeros are subtracted from numbers.
+        `tokens` is a multiple of the plan's. `factors` multiply the products of each part; if zeros aren't whole
+        numbers, they are the sums of each part's inputs. Whole zeros are subtracted from numbers.
         """
         plan = self.plan
         products = Products(plan.tokens, BLOCK, BLOCK, self.group, self.unpacking, self.interpret)
@@ -105,16 +105,16 @@ class MosaicGpuMatmul:
 
                 def step(i: jax.Array, total: jax.Array) -> jax.Array:
                     slot, (_, _, block) = slot_of(i), plan.place(i)
-                    # They arrive during the products.
+                    # Scales arrive during the products.
                     scales = [column(scale_ref, block, part) for part in range(parts)]
                     zeros = [None if zero_ref is None else column(zero_ref, block, part) for part in range(parts)]
                     plgpu.barrier_wait(arrived.at[slot])
                     factors = None if factors_ref is None else factors_ring.at[slot]
                     total = products.add_scaled(total, operands, slot, warpgroup, constant, scales, zeros, factors)
-                    # Ordinary reads come before the copy that overwrites what was read.
+                    # Ordinary reads come before the copy that overwrites the numbers that were read.
                     plgpu.commit_smem()
                     plgpu.barrier_arrive(free.at[slot])
-                    # Into the slot of the block before, which the other warpgroups have read by now.
+                    # This loads into the slot of the block before, which the other warpgroups have read by now.
                     load_ahead(i + (plan.stages - 1))
                     return total
 

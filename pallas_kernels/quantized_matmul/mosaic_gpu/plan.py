@@ -17,7 +17,7 @@ BLOCK = 128
 
 _FEWEST_TOKENS, _SHARED_TOKENS, _MOST_TOKENS = 8, 64, 128
 _MOST_STAGES = 8
-# Of the 227 KiB of shared memory that a program may have; factors and barriers take the rest.
+# The part of a program's 227 KiB of shared memory that blocks may take; factors and barriers take the rest.
 _SHARED_BYTES = 216 * 1024
 # Whole sums leave through shared memory in bfloat16.
 _ROUNDED_BYTES = 2
@@ -29,7 +29,7 @@ class ProductPlan:
 
     Blocks are numbered tile by tile, and tiles of the same outputs follow each other. Each core takes the blocks that
     follow those of the core before. If not `whole`, a tile may be divided: then several cores have a part of its sums.
-    What is called a core here is a cluster of `cluster` cores that divide its outputs. `stages` blocks are in flight.
+    A core is here a cluster of `cluster` cores that divide its outputs. `stages` blocks are in flight.
     """
 
     outputs: int
@@ -71,7 +71,7 @@ class ProductPlan:
 
     @property
     def part_counts(self) -> np.ndarray:
-        """Into how many parts each tile is divided."""
+        """The number of parts that each tile is divided into."""
         if self.whole:
             return np.ones(self.tiles, np.int64)
         first, total = np.arange(self.tiles) * self.blocks, self.tiles * self.blocks
@@ -87,8 +87,8 @@ class ProductPlan:
 def rule_sizes(out_dim: int, rows: int, scheme: Scheme) -> dict[str, int]:
     """Return block sizes by rule: few rows take as many outputs as possible, as each tile of outputs reads all inputs.
 
-    Many rows take as many tokens as registers hold sums for, besides those of a group; several groups of a block are
-    summed at the same time. There two programs share what they read of the inputs, where outputs allow it.
+    Many rows take as many tokens as registers hold sums for, besides the sums of a group; several groups of a block are
+    summed at the same time. There two programs share the inputs that they read, if outputs allow it.
     """
     small = scheme.group is not None and scheme.group < BLOCK
     tokens = min(_MOST_TOKENS // 2 if small else _MOST_TOKENS, max(_FEWEST_TOKENS, 1 << (rows - 1).bit_length()))
@@ -99,7 +99,7 @@ def rule_sizes(out_dim: int, rows: int, scheme: Scheme) -> dict[str, int]:
 
 
 def make_plan(out_dim: int, in_dim: int, rows: int, cores: int, scheme: Scheme, sizes: dict[str, int]) -> ProductPlan:
-    """Return the plan of a product with block sizes, of which `stages` are only as many as shared memory holds.
+    """Return the plan of a product with these block sizes, and as many `stages` as shared memory holds.
 
     Tiles stay whole where dividing them would move more bytes.
     """
@@ -122,7 +122,7 @@ def make_plan(out_dim: int, in_dim: int, rows: int, cores: int, scheme: Scheme, 
 
 
 def _core_bytes(plan: ProductPlan, scheme: Scheme) -> float:
-    """Return what the busiest core reads, and its share of what is written and read again to add parts."""
+    """Return the bytes that the busiest core reads, and its share of those written and read again to add parts."""
     units = plan.tiles if plan.whole else plan.tiles * plan.blocks
     blocks = -(-units // plan.cores) * (plan.blocks if plan.whole else 1)
     parts = 0 if plan.parts == 1 else 2 * 4 * plan.parts * plan.tiles * plan.outputs * plan.tokens

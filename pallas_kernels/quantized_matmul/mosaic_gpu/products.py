@@ -23,7 +23,7 @@ _SwizzleTransform: Any = plgpu.SwizzleTransform
 
 TILE = plgpu.Layout.WGMMA
 ROWS, COLUMNS = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
-# Stores of single numbers, as neighbours in registers belong to different tokens.
+# The layout for stores of single numbers, as neighbours in registers belong to different tokens.
 SCALARS = plgpu.Layout._WGMMA_ACC_32BIT
 
 # Words of a row that are copied at a time: without a swizzle, rows of this size have no bank conflicts.
@@ -31,7 +31,7 @@ _COPIED_WORDS = 16
 
 
 class StagedOperands(NamedTuple):
-    """What is multiplied, in shared memory; or the scratch types of that.
+    """The operands of products, in shared memory, or their scratch types.
 
     `x`: `[stages, block / chunk, tokens, chunk]`, `numbers`: `[stages, copies, outputs, copied]`. The interpreter,
     which can't multiply from registers, needs `unpacked`: `[warpgroups, 64, unit]`.
@@ -74,7 +74,7 @@ class Products:
 
     @property
     def copied(self) -> int:
-        """The numbers, or words of them, that are copied at a time of a row."""
+        """The numbers of a row, or words of numbers, that are copied at a time."""
         return _COPIED_WORDS if self.unpacking else self.block
 
     @property
@@ -151,10 +151,10 @@ class Products:
         zeros: Sequence[Any],
         factors: Any,
     ) -> jax.Array:
-        """Return `total` and the products of a slot's block, each part's multiplied by its scale.
+        """Return `total` plus the products of a slot's block, those of each part multiplied by its scale.
 
-        `factors`, `[parts, tokens]`, are what each part's products are multiplied by or, if there are `zeros`, the sums
-        of each part's inputs. Without them, zeros are whole numbers, and are subtracted from the numbers.
+        `factors`, `[parts, tokens]`, multiply the products of each part; if there are `zeros`, they are the sums of
+        each part's inputs. Without `factors`, zeros are whole numbers, and are subtracted from the numbers.
         """
         for part, (scale, zero) in enumerate(zip(scales, zeros, strict=True)):
             inputs = part * self.part, (part + 1) * self.part
@@ -173,17 +173,17 @@ class Products:
         return total
 
     def zero_sums(self) -> jax.Array:
-        """Return sums of nothing, in the layout of those of products."""
+        """Return sums of zero in the layout that products have."""
         return plgpu.layout_cast(jnp.zeros((TILE_ROWS, self.tokens), jnp.float32), TILE)
 
 
 def of_rows(column: jax.Array, like: jax.Array) -> jax.Array:
-    """Return the numbers of rows in float32, for all tokens."""
+    """Return a number of each row in float32, repeated for all tokens."""
     return lax.broadcast_in_dim(column.astype(jnp.float32), like.shape, [0])
 
 
 def scalars(sums: jax.Array) -> jax.Array:
-    """Return sums in a layout of single numbers: those that are neighbours in registers belong to different tokens."""
+    """Return sums in a layout of single numbers, as neighbours in registers belong to different tokens."""
     out = plgpu.ShapeDtypeStruct(sums.shape, sums.dtype, layout=SCALARS)
     rename = plgpu.inline_mgpu(arg_types=(TILE,), return_type=out)
     result: jax.Array = rename(lambda _, x: x.to_layout(SCALARS.to_mgpu()))(sums)
@@ -191,7 +191,7 @@ def scalars(sums: jax.Array) -> jax.Array:
 
 
 def store_transposed(ref: Any, sums: jax.Array) -> None:
-    """Store sums into shared memory in rows of tokens: ordinary stores can't, unless with a swizzle."""
+    """Store sums into shared memory in rows of tokens. Ordinary stores can't do this without a swizzle."""
 
     def store(_: Any, ref: Any, sums: Any) -> None:
         pairs = mgpu.bitwidth(sums.mlir_dtype) < 32

@@ -1,8 +1,8 @@
-"""Stored numbers become bfloat16 in the registers from which the tensor cores take them, exactly.
+"""Converts stored numbers exactly to bfloat16, in the registers from which the tensor cores take them.
 
 A warpgroup reads a tile `[64, inputs]` as words of 32 bits. Each thread keeps the numbers that it has read: threads
-exchange none. A number counts as that input whose place in the operand its register has, so numbers are stored in the
-order of `arrangement`.
+exchange none. The register of a number decides which input it is multiplied by, so numbers are stored in the order of
+`arrangement`.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Unpacking:
     def constant(self) -> np.ndarray:
         """A constant of `unpack`, for a kernel to read.
 
-        A compiler that knew it would load it anew for each pair: an instruction takes one constant, which is the mask.
+        A compiler that knew it would load it anew for each pair: an instruction takes one constant, and has the mask.
         """
         constants = {"int4": 0x43084308, "int8": 0x43004300, "fp4": 0x80008000, "fp8": 0x80008000}
         return np.array([constants[self.numbers]], np.uint32)
@@ -99,11 +99,12 @@ class Unpacking:
         operand = functools.partial(self._operand, interpret=interpret)
         shifted = [words >> np.uint32(self.bits * i) for i in range(self.pairs)]
         if self.numbers == "int4":
-            # The mantissa holds the number with its sign bit flipped: 128 + 8 + the number.
+            # The mantissa holds the number with its sign bit flipped, so the value is 128 + 8 + the number.
             number = operand([(s & _mask(0x000F)) ^ constant for s in shifted])
             return number - (np.array(136, jnp.bfloat16) if zero is None else self._wide(zero, 136))
         if self.numbers == "int8":
-            # 128 + the low bits, less 128 or, as a sign bit is one in the exponent, 256.
+            # The low bits make 128 + their number. Less 128 it is the number; less 256 if the sign bit is set, which is
+            # one of the exponent.
             low = operand([(s & _mask(0x007F)) | constant for s in shifted])
             number = low - operand([(s & _mask(0x0080)) | constant for s in shifted])
             return number if zero is None else number - self._wide(zero, 0)
@@ -120,7 +121,7 @@ class Unpacking:
         return lax.broadcast_in_dim(value.astype(jnp.bfloat16), (TILE_ROWS, self.inputs), [0])
 
     def _operand(self, pairs: Sequence[UInt32[Array, "rows words"]], *, interpret: bool) -> Array:
-        """Return words, of which each is a pair of bfloat16, as an operand: the registers keep their contents."""
+        """Return words, each a pair of bfloat16, as an operand: the registers keep their contents."""
         if interpret:
             rows = len(pairs[0])
             columns = jnp.stack(pairs, axis=-1).reshape(rows, _LANES, -1).swapaxes(1, 2)
@@ -136,7 +137,7 @@ class Unpacking:
             ir.VectorType.get((2,), ir.BF16Type.get()),
         )
         registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape((TILE_ROWS, self.inputs)), dtype=object)
-        # Of the columns, for the two halves of a warp's rows.
+        # The registers of the columns, for the two halves of a warp's rows.
         halves = registers.reshape(-1, 2)
         for half, word, i in np.ndindex(2, self.words, self.pairs):
             register = pairs[i].registers.reshape(2)[half]

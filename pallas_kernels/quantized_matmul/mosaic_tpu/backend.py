@@ -20,11 +20,11 @@ from pallas_kernels.target import KernelTarget
 
 _GROUPS = (16, 32, 64)
 _ROWS, _OUT = 256, 256
-# Of a tile of rows, whose inputs lie in vector memory three times.
+# The most inputs of a tile of rows; they lie in vector memory three times.
 _TILE_INPUTS = 2**22
 # Inputs of 8 bits beyond the last 128 are multiplied together.
 _LEAST_INPUTS = 32
-# Rows of bfloat16 come by 16.
+# The number of bfloat16 rows in a tile of registers.
 _PACKED_ROWS = 16
 # Vector memory of a core, by device; v5e and v6e have the default.
 _VMEM_BYTES = {"TPU7x": 64 * 2**20}

@@ -1,4 +1,4 @@
-"""The TPU kernel: a tile of rows times a tile of outputs, over all inputs, 128 of them at a time, and then the rest.
+"""The TPU kernel: a tile of rows times a tile of outputs, over all inputs, 128 at a time, and then the rest.
 
 Numbers are unpacked in vector memory and multiplied unscaled, which is exact in bfloat16; the sum of each group is
 scaled in float32. Where several groups share 128 inputs, each has a copy of the rows that is zero in the others.
@@ -27,7 +27,7 @@ Ref = Any
 
 @dataclasses.dataclass(frozen=True)
 class TileSizes:
-    """The static facts of a call. `group` is the number of inputs that share a scale, `packed` whether two a byte."""
+    """The static facts of a call. `group` inputs share a scale; `packed` says that a byte has two numbers."""
 
     block_rows: int
     block_out: int
@@ -87,9 +87,9 @@ def product(
 
 
 def arrange(x: Ref, arranged: Ref) -> None:
-    """Bring the inputs in the order in which packed numbers are unpacked: of each 128, first those of even index.
+    """Bring the inputs into the order in which packed numbers are unpacked: of each 128, first those of even index.
 
-    As a product, which is exact and faster than moving single lanes.
+    A product does this: it is exact and faster than moving single lanes.
     """
     place, source = (lax.broadcasted_iota(jnp.int32, (LANES, LANES), axis) for axis in (1, 0))
     moves = (source == (place % (LANES // 2)) * 2 + place // (LANES // 2)).astype(x.dtype)
@@ -136,7 +136,7 @@ def sum_products(
             else:
                 add(column, at(column))
 
-    # Several at once, as each waits long for the units of its products.
+    # Several columns are computed at once, as each waits long for its products.
     columns = numbers.shape[1] // LANES
     at_once = math.gcd(columns, AT_ONCE)
     lax.fori_loop(0, columns // at_once, step, None)
@@ -162,7 +162,7 @@ def _unpack(packed: UInt8[Array, "out lanes"]) -> tuple[Int8[Array, "out lanes"]
 
 
 def _sign_extended(nibbles: Int32[Array, "words lanes"]) -> Int32[Array, "words lanes"]:
-    """Return four numbers of 4 bits as ones of 8: with the sign inverted, 8 less is the number; no byte borrows."""
+    """Return four numbers of 4 bits as ones of 8: inverts the sign bit and subtracts 8; bit 7 prevents a borrow."""
     return ((nibbles ^ _every_byte(0x88)) - _every_byte(0x08)) ^ _every_byte(0x80)
 
 
@@ -171,7 +171,7 @@ def _every_byte(byte: int) -> int:
 
 
 def _by_group(rows: BFloat16[Array, "rows lanes"], tiles: TileSizes) -> BFloat16[Array, "rows_by_group lanes"]:
-    """Return the rows once for each group of the lanes, with zeros in the lanes of others."""
+    """Return the rows once for each group of the lanes, with zeros in the lanes of other groups."""
     groups = tiles.groups_of(rows.shape[1])
     if groups == 1:
         return rows

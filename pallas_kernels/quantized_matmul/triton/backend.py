@@ -1,7 +1,7 @@
 """The Triton backend: NVIDIA GPUs from Ampere on, by Pallas' Triton lowering.
 
-Numbers of every scheme, as they are stored; those that the GPU doesn't multiply are converted in registers. This module
-decides what is supported and with which block sizes the kernel runs, and prepares its operands.
+It reads the numbers of every scheme as they are stored; numbers that the GPU doesn't multiply are converted in
+registers. This module decides what is supported and with which block sizes the kernel runs, and prepares its operands.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pallas_kernels.tuning import Kind
 _LEAST_GROUP = {"int4": 2 * MIN_TERMS, "int8": MIN_TERMS, "fp4": 2 * MIN_TERMS, "fp8": 2 * MIN_TERMS}
 _ADDRESSABLE = 2**31
 
-# Streaming multiprocessors if the target doesn't say it, and how many programs one runs at once.
+# Streaming multiprocessors, if the target doesn't say how many, and the programs that one runs at once.
 _CORES = 108
 _PROGRAMS_A_CORE = 4
 # A core runs one large tile at a time: with fewer, many cores would wait for the last ones.
@@ -117,7 +117,7 @@ def blocks_for(rows: int, out_dim: int, inputs: int, scheme: Scheme, target: Ker
     cores = target.cores or _CORES
     sizes = tuned_blocks(target, "triton", rows, out_dim, inputs, scheme) or _sizes(rows, out_dim, scheme, cores)
     sizes = {"block_rows": _small_rows(rows), **sizes}
-    # A part has some inputs, and writing and reading all parts costs at most a quarter of reading the weight.
+    # A split has enough inputs, and writing and reading all parts costs at most a quarter of reading the weight.
     most = min(inputs // _INPUTS_A_SPLIT, inputs * scheme.bits // (256 * rows))
     splits = min(cores * _PROGRAMS_A_CORE // _tiles(rows, out_dim, sizes), most)
     return Blocks(splits=max(1, splits), **sizes)
@@ -126,7 +126,7 @@ def blocks_for(rows: int, out_dim: int, inputs: int, scheme: Scheme, target: Ker
 def _sizes(rows: int, out_dim: int, scheme: Scheme, cores: int) -> dict[str, int]:
     """Return the largest tiles that compile without spilling registers, or small ones if those don't fill the device.
 
-    A core runs several small ones, whose copies from memory hide each other's latency.
+    A core runs several small tiles, whose copies from memory hide each other's latency.
     """
     # The sums of groups take most registers; zeros and the conversion of 8 bits take others.
     plain = scheme.numbers == "int4" and not scheme.zeros

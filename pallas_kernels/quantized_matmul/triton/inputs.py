@@ -46,7 +46,7 @@ def quantize_rows(
         grid=(rows,),
         out_shape=(
             jax.ShapeDtypeStruct((rows, inputs), dtype),
-            # As products of groups read them.
+            # The scales are in the order in which products of groups read them.
             jax.ShapeDtypeStruct((inputs // group, rows), jnp.float32),
         ),
         compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=1),

@@ -36,7 +36,7 @@ class Blocks:
 
 
 class Operands(NamedTuple):
-    """What the kernel reads: `words` are views of the numbers.
+    """The arrays that the kernel reads: `words` are views of the numbers.
 
     `x` `[rows, inputs]`, `words` `[out, words]`, `scale` and `zero` `[out, groups]`, `factors` and `totals`
     `[groups, rows]`; with `totals`, zeros aren't whole numbers. Without `scale`, the sums of all inputs are returned as
@@ -52,7 +52,7 @@ class Operands(NamedTuple):
 
 
 class _Group(NamedTuple):
-    """What a group's sums are scaled by: of each output, and of each row."""
+    """The numbers by which a group's sums are scaled: those of each output, and those of each row."""
 
     scale: Array | None
     zero: Array | None
@@ -61,7 +61,7 @@ class _Group(NamedTuple):
 
     @property
     def subtracted(self) -> Any:
-        """What is subtracted from the numbers of each output."""
+        """The zeros that are subtracted from the numbers of each output."""
         if self.zero is None or self.total is not None:
             return NO_ZERO
         return self.zero.astype(jnp.float32)[:, None]
@@ -112,7 +112,7 @@ def sum_steps(
 ) -> Float32[Array, "out rows"]:
     """Return the scaled sums of products over the inputs of some steps, of all `outputs` times all `rows`.
 
-    With one group of all inputs, totals are those of all steps.
+    With one group of all inputs, totals are the sums of all steps.
     """
     steps = of.x.shape[1] // words.step
     groups = 1 if of.scale is None else of.scale.shape[1]

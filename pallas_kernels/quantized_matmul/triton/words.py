@@ -1,8 +1,8 @@
 """How the Triton kernels read stored numbers: in words, which become operands of products in registers.
 
-Several numbers are stored in a word. A kernel takes the first ones of all words of a step, then the second ones, and so
-on, each as an operand of a product of its own; numbers are stored so that those of an operand are those of neighbouring
-inputs (`Words.arrangement`). So no number moves from one thread to another.
+Several numbers are stored in a word. A kernel takes the first numbers of all words of a step as the operand of one
+product, the second numbers as the operand of another, and so on. Numbers are stored so that an operand has those of
+neighbouring inputs (`Words.arrangement`). So no number moves from one thread to another.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _WORD_BYTES = (4, 2, 1)
 class Words:
     """How numbers are read: `values_a_word` in each word, and `step` inputs at a time.
 
-    `convert` returns the values at each place of the words in a type of 16 bits, less the zero of that place, which is
-    one for each output.
+    `convert` returns the values at each place of the words in a type of 16 bits, less the zeros of that place: one for
+    each output.
     """
 
     dtype: np.dtype
@@ -55,8 +55,8 @@ class Words:
 def words_of(numbers: NumberType, inputs: int, group: int | None, *, interpret: bool) -> Words | None:
     """Return how to read numbers to multiply them in 16 bits, or None if groups are too small or don't fit a step.
 
-    In the longest step, of which a group is a part or a multiple, and in the longest words with enough terms at each
-    place, all of them of one group.
+    It chooses the longest step of which a group is a part or a multiple, then the longest words that have enough terms
+    at each place, all terms of one group.
     """
     size, convert = group or inputs, _CONVERTERS[numbers]
     if numbers == "fp4" and interpret:
@@ -79,7 +79,7 @@ def whole_words(dtype: Any, inputs: int, group: int | None = None) -> Words | No
 
 
 def _from_int4(words: Int[Array, "out words"], dtype: Any, zeros: list[Any]) -> list[Float[Array, "out words"]]:
-    """Convert: with the exponent of 128, or of 1024 in float16, the last bits of a number count whole numbers.
+    """Convert integers: with the exponent of 128, or of 1024 in float16, the last bits of a float count whole numbers.
 
     In two's complement, a nibble whose highest bit is inverted is 8 more than its number.
     """
@@ -89,7 +89,7 @@ def _from_int4(words: Int[Array, "out words"], dtype: Any, zeros: list[Any]) -> 
 
 
 def _from_int8(words: Int[Array, "out words"], dtype: Any, zeros: list[Any]) -> list[Float[Array, "out words"]]:
-    """Convert as int4, but in float16, as a bfloat16 has too few bits."""
+    """Convert like int4, but in float16, as a bfloat16 has too few bits."""
     halves = _halves(words, 8, 0xFF, lambda byte, both: byte ^ 0x6480 * both, jnp.float16)
     exact = _exact(dtype)
     pairs = zip(halves, zeros, strict=True)
@@ -97,7 +97,7 @@ def _from_int8(words: Int[Array, "out words"], dtype: Any, zeros: list[Any]) -> 
 
 
 def _from_fp8(words: Int[Array, "out words"], dtype: Any, _: list[Any]) -> list[Float[Array, "out words"]]:
-    """Convert: float16 has the same fields, longer, and another bias of its exponent.
+    """Convert floats: float16 has the same fields, longer, and another bias of its exponent.
 
     A bfloat16 with the same fields would be subnormal where the number is, and some devices take such ones for zero.
     """
@@ -108,7 +108,7 @@ def _from_fp8(words: Int[Array, "out words"], dtype: Any, _: list[Any]) -> list[
 
 
 def _from_fp4(words: Int[Array, "out words"], dtype: Any, _: list[Any]) -> list[Float[Array, "out words"]]:
-    """Convert: the type of 16 bits has the same fields, longer, and another bias of its exponent.
+    """Convert floats: the type of 16 bits has the same fields, longer, and another bias of its exponent.
 
     The smallest number is subnormal before it is multiplied; GPUs multiply such ones exactly in both types.
     """

@@ -51,7 +51,7 @@ def draw_tokens(
 ) -> Int[Array, " rows"]:
     """Return a token of each row by the contract of `reference.draw_tokens`, and 0 for rows that aren't `live`.
 
-    `edited` are the results of `edit_logits`: of the rows that it flags, its logits are used.
+    `edited` are the results of `edit_logits`: the rows that it flags are drawn from its logits.
     """
     rows = logits.shape[0]
     token, _ = pl.pallas_call(

@@ -32,9 +32,9 @@ def edit_logits(
     *,
     interpret: bool,
 ) -> tuple[Float[Array, "rows vocab_shard"], Int[Array, " rows"]]:
-    """Return edited logits, and 1 for each row that has any: the others are not written.
+    """Return edited logits, and 1 for each row that has edits: other rows are not written.
 
-    Rows that aren't `live` have none. Stop ids may not be drawn while `lengths` is below `min_len`.
+    Rows that aren't `live` have no edits. Stop ids may not be drawn while `lengths` is below `min_len`.
     """
     rows, vocab = logits.shape
     return pl.pallas_call(
@@ -79,7 +79,7 @@ def _edit(
             return 0
 
         def add(i: jax.Array, count: jax.Array) -> jax.Array:
-            # An unused id is that of no lane.
+            # An unused id equals no lane's id.
             return count + (ids == pending[row, i] - edits.first[0]).astype(jnp.int32)
 
         most = is_penalized.astype(jnp.int32) * pending.shape[1]

@@ -1,7 +1,7 @@
-"""What the kernels of a row share: passes over its logits by tiles, and the search for a threshold.
+"""Functions that the kernels of a row share: passes over its logits by tiles, and the search for a threshold.
 
 One program handles a row, of which it reads a tile of lanes at a time. Its sums depend on the row alone, whatever other
-rows there are. A `Source` is what a pass reads: the logits of the row, or a short list of them.
+rows there are. A pass reads a `Source`: the logits of the row, or a short list of them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TILE = 4096
 LIST = 2 * TILE
 NUM_WARPS = 8
 
-# Stands for an id where there is none
+# This stands for an id where there is none
 NO_ID = np.iinfo(np.int32).max
 
 _LOWEST = float(np.finfo(np.float32).min)
@@ -33,14 +33,14 @@ Ref = Any
 
 
 class Source(NamedTuple):
-    """What a pass reads: `load(i)` returns logits and ids of tile i, -inf for lanes from `count` on."""
+    """The numbers that a pass reads: `load(i)` returns logits and ids of tile i, -inf for lanes from `count` on."""
 
     load: Callable[[Any], tuple[jax.Array, jax.Array]]
     count: Any
 
 
 class Lists(NamedTuple):
-    """For each row some of its logits and their ids: `[rows, LIST]`."""
+    """Some of the logits of each row, and their ids: `[rows, LIST]`."""
 
     logits: Ref
     ids: Ref
@@ -92,7 +92,7 @@ def list_or_row(lists: Lists, row: jax.Array, count: jax.Array, whole: Source, i
     def load(tile: Any) -> tuple[jax.Array, jax.Array]:
         at = tile * TILE + lax.iota(jnp.int32, TILE)
         listed = in_list & (at < count)
-        # Of the row nothing is read if the list holds all that is needed.
+        # Nothing of the row is read if the list holds all that is needed.
         x, ids = whole.load(tile + in_list.astype(jnp.int32) * pl.cdiv(whole.count, TILE))
         own = plgpu.load(lists.logits.at[row, at], mask=listed, other=-jnp.inf)
         own_ids = plgpu.load(lists.ids.at[row, at], mask=listed, other=NO_ID)
