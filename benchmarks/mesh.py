@@ -200,7 +200,7 @@ def broadcasts(counts: Sequence[int]) -> list[dict[str, Any]]:
                   sample=True)
             for i in range(count)
         ]  # fmt: skip
-        plan = StepPlan(opens=[], chunks=chunks, closes=[], num_decodes=count, greedy=True)
+        plan = StepPlan(opens=[], chunks=chunks, num_decodes=count, greedy=True)
         packed = batch.pack_step(plan, batch.step_shape(_decode_key(count), capacity), capacity)
         key = _decode_key(0)
         nothing = LocalCommands(None, None, {key: lambda params, state, packed: (None, None)})  # type: ignore[arg-type]

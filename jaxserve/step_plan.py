@@ -99,7 +99,7 @@ class Draw(msgspec.Struct, frozen=True, gc=False, kw_only=True):
 
 
 class StepPlan(msgspec.Struct, frozen=True, gc=False, kw_only=True):
-    """One step of all ranks: slots to open, chunks to run (decodes first), and slots to close before, as (rank, slot).
+    """One step of all ranks: slots to open, and chunks to run, decodes first.
 
     Before the chunks run, the tokens of `draws` are drawn; a plan may have nothing else. The `num_forced` chunks after
     the decodes are tokens that a grammar left no choice for.
@@ -113,7 +113,6 @@ class StepPlan(msgspec.Struct, frozen=True, gc=False, kw_only=True):
 
     opens: list[SlotOpen]
     chunks: list[Chunk]
-    closes: list[tuple[int, int]]
     num_decodes: int
     greedy: bool
     num_drafts: int = 0

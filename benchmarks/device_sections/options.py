@@ -135,7 +135,7 @@ def _measure(
         if prompt:
             slot = decodes + step
             chunks.append(part(request_id=str(slot), slot=slot, start=0, length=prompt, tokens=[1] * prompt))
-        return StepPlan(opens=opens, chunks=chunks, closes=[], num_decodes=decodes, greedy=False)
+        return StepPlan(opens=opens, chunks=chunks, num_decodes=decodes, greedy=False)
 
     for step in range(2):  # the first run of a program builds its graph
         executor.collect(executor.dispatch(plan(step)))

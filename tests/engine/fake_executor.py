@@ -150,8 +150,6 @@ class FakeExecutor:
             self._host[group, rank, host_slot] = list(self._pools[rank][group][page])
         for group, rank, host_slot, page in plan.loads:
             self._pools[rank][group][page] = list(self._host[group, rank, host_slot])
-        for closed in plan.closes:
-            self._slots.pop(closed, None)  # unless another executor of the scheduler had it
         for opened in plan.opens:
             columns = len(opened.cached_pages[0])
             assert opened.num_cached_tokens == columns * self.capacity.page_size

@@ -59,7 +59,7 @@ def run(tensor: int) -> list[np.ndarray]:
     opens = [opening(slot, prompt, **options) for slot, (prompt, options) in enumerate(zip(prompts, SAMPLING))]
     state = open_slots({key: builder.compile(key) for key in (UPDATE_KEY, ADJUST_KEY)}, state, *opens)
     chunks = [prefill(slot, 0, prompt, (slot,), logits=len(prompt)) for slot, prompt in enumerate(prompts)]
-    plan = StepPlan(opens=[], chunks=chunks, closes=[], num_decodes=0, greedy=False)
+    plan = StepPlan(opens=[], chunks=chunks, num_decodes=0, greedy=False)
     key = ProgramKey("prompt_logprobs", 16, False)
     packed = pack_step(plan, step_shape(key, capacity), capacity)
     state, output = on_trees(builder.compile(key))(params, state, packed)

@@ -146,7 +146,6 @@ class Planner:
             loads=loads,
             opens=opens,
             chunks=decodes.chunks(drafts.lengths) + chunks,
-            closes=table.take_closed_slots(opens),
             num_decodes=len(decodes.requests),
             greedy=greedy,
             num_drafts=sum(drafts.lengths) - len(drafts.lengths),

@@ -47,7 +47,6 @@ class Rank:
         # The slot that was freed first is used next: drafts are made from the tokens of slots until they are used
         # again.
         self._free_slots = deque(range(capacity.num_slots))
-        self._closed_slots: list[int] = []
 
     @property
     def running(self) -> list[Request]:
@@ -228,15 +227,6 @@ class Rank:
                 self.give_up_passed(request)
         self._filled.clear()
 
-    def take_closed_slots(self, opens: list[SlotOpen]) -> list[tuple[int, int]]:
-        """Return the slots that were freed since the last call and are not in `opens`, as (rank, slot)."""
-        if not self._closed_slots:
-            return []
-        reopened = {opened.slot for opened in opens if opened.rank == self.index}
-        closed = [(self.index, slot) for slot in self._closed_slots if slot not in reopened]
-        self._closed_slots.clear()
-        return closed
-
     def check(self) -> list[str]:
         """Return the inconsistencies found in slots, pages and cache, as sentences."""
         requests = [*self.running, *self.finishing.values()]
@@ -282,7 +272,6 @@ class Rank:
         if request.slot is None:
             return
         self._free_slots.append(request.slot)
-        self._closed_slots.append(request.slot)
         request.slot = None
         self.mark_read_by_draft(request)
         pages, shared = request.pages[0], request.num_shared_pages

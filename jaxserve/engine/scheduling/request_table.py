@@ -68,10 +68,6 @@ class RequestTable:
         request.phase = Phase.FINISHED
         del self.requests[request.request_id]
 
-    def take_closed_slots(self, opens: list[SlotOpen]) -> list[tuple[int, int]]:
-        """Return the slots that were freed since the last call and are not in `opens`, as (rank, slot)."""
-        return [closed for rank in self.ranks for closed in rank.take_closed_slots(opens)]
-
     def check(self) -> list[str]:
         """Return the inconsistencies found, as sentences; none if every page, slot and request is counted once."""
         problems = self._check_requests()

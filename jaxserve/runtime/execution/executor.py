@@ -37,7 +37,7 @@ from jaxserve.step_plan import Capacity, Chunk, Draw, DrawResult, PageCopy, Slot
 
 logger = logging.getLogger("jaxserve.runtime")
 
-_NO_REQUESTS = StepPlan(opens=[], chunks=[], closes=[], num_decodes=0, greedy=True)
+_NO_REQUESTS = StepPlan(opens=[], chunks=[], num_decodes=0, greedy=True)
 
 
 @dataclasses.dataclass(frozen=True)

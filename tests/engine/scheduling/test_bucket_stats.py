@@ -36,9 +36,7 @@ def test_a_step_counts_in_the_program_that_it_ran_in(
     kind: StepKind, decodes: list[Chunk], prompts: list[Chunk], used: int, size: int
 ) -> None:
     drafts = sum(one.length - 1 for one in decodes)
-    plan = StepPlan(
-        opens=[], chunks=decodes + prompts, closes=[], num_decodes=len(decodes), greedy=False, num_drafts=drafts
-    )
+    plan = StepPlan(opens=[], chunks=decodes + prompts, num_decodes=len(decodes), greedy=False, num_drafts=drafts)
     assert plan.kind == kind
     stats = BucketStats(CAPACITY)
     stats.count(plan)

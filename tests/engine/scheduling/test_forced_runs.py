@@ -31,7 +31,7 @@ def _runs(*steps: tuple[list[int], float]) -> ForcedRuns:
         chunks = [_chunk(slot, length) for slot, length in enumerate(lengths)]
         decodes = sum(length == 1 for length in lengths)
         for _ in range(5):
-            plan = StepPlan(opens=[], chunks=chunks, closes=[], num_decodes=decodes, greedy=True)
+            plan = StepPlan(opens=[], chunks=chunks, num_decodes=decodes, greedy=True)
             times.count_step(plan, seconds)
     return ForcedRuns(times)
 
@@ -64,7 +64,7 @@ def test_nothing_is_together_before_a_decode_was_measured_and_guesses_are_tried(
 def test_one_slow_measurement_is_forgotten() -> None:
     runs = _runs(([1], 1.0), ([9], 50.0))
     assert not runs.together([0], [[10]])
-    plan = StepPlan(opens=[], chunks=[_chunk(0, 1)], closes=[], num_decodes=1, greedy=True)
+    plan = StepPlan(opens=[], chunks=[_chunk(0, 1)], num_decodes=1, greedy=True)
     for _ in range(2000):
         runs._times.count_step(plan, 1.0)
     assert runs.together([0], [[10]])

@@ -125,7 +125,7 @@ def test_pages_are_allocated_for_what_a_chunk_writes() -> None:
     assert [len(pages[0]) for pages in given] == [2, 0, 1, 0, 0, 0, 1]
 
 
-def test_slots_open_with_a_seed_and_close_once() -> None:
+def test_slots_open_with_a_seed() -> None:
     scheduler = make_scheduler(random_seed=5)
     scheduler.add(make_request("a", max_tokens=1))
     scheduler.add(make_request("b", max_tokens=3, seed=77))
@@ -133,12 +133,6 @@ def test_slots_open_with_a_seed_and_close_once() -> None:
     first, second = plan.opens
     assert first.sampling.seed is not None
     assert second.sampling.seed == 77
-    assert plan.closes == []
-    scheduler.commit(plan, answer(plan))
-    plan = planned(scheduler)
-    assert plan.closes == [(0, first.slot)]
-    scheduler.commit(plan, answer(plan))
-    assert planned(scheduler).closes == []
     again = make_scheduler(random_seed=5)
     again.add(make_request("x"))
     assert planned(again).opens[0].sampling.seed == first.sampling.seed
@@ -147,14 +141,13 @@ def test_slots_open_with_a_seed_and_close_once() -> None:
     assert planned(other).opens[0].sampling.seed != first.sampling.seed
 
 
-def test_a_slot_reused_in_the_same_plan_is_not_closed() -> None:
+def test_a_slot_is_reused_in_the_plan_after_the_last_token() -> None:
     scheduler = make_scheduler(capacity=make_capacity(num_slots=1))
     scheduler.add(make_request("a", max_tokens=1))
     scheduler.add(make_request("b", max_tokens=1))
     planned(scheduler)
     plan = planned(scheduler)  # a's last token is planned, so b need not wait for it
     assert [opened.slot for opened in plan.opens] == [0]
-    assert plan.closes == []
 
 
 def test_a_length_stop_is_known_at_planning() -> None:
@@ -321,7 +314,6 @@ def test_a_retracted_request_does_not_start_in_the_same_plan() -> None:
     assert before == 2
     assert [chunk.request_id for chunk in plan.chunks] == ["a"]
     assert plan.opens == []
-    assert plan.closes == [(0, 1)]
     assert scheduler.num_waiting == 1
 
 

@@ -59,7 +59,7 @@ class Commands:
 
 def _run(commands: Commands, capacity: Capacity, *opens: Any) -> Any:
     chunks = [prefill(one.slot, 0, [1]) for one in opens]
-    plan = StepPlan(opens=list(opens), chunks=chunks, closes=[], num_decodes=0, greedy=False)
+    plan = StepPlan(opens=list(opens), chunks=chunks, num_decodes=0, greedy=False)
     executor = DeviceExecutor(commands, capacity)  # type: ignore[arg-type]
     return executor.collect(executor.dispatch(plan))
 
@@ -70,7 +70,7 @@ def test_the_first_prompts_decide_the_kv_scales_before_their_step() -> None:
     executor = DeviceExecutor(commands, capacity, calculates_kv_scales=True)  # type: ignore[arg-type]
 
     def dispatch(*chunks: Any) -> list[ProgramKey]:
-        plan = StepPlan(opens=[], chunks=list(chunks), closes=[], num_decodes=0, greedy=False)
+        plan = StepPlan(opens=[], chunks=list(chunks), num_decodes=0, greedy=False)
         executor._sampling.update({(chunk.rank, chunk.slot): opening(0).sampling for chunk in chunks})
         before = len(commands.steps)
         executor.dispatch(plan)
@@ -115,7 +115,7 @@ def test_ranks_open_slots_in_the_same_command() -> None:
     executor = DeviceExecutor(commands, msgspec.structs.replace(CAPACITY, num_ranks=2))  # type: ignore[arg-type]
     opens = [opening(slot, rank=rank) for slot, rank in ((1, 0), (2, 1), (3, 1))]
     chunks = [msgspec.structs.replace(prefill(one.slot, 0, [1]), rank=one.rank) for one in opens]
-    plan = StepPlan(opens=opens, chunks=chunks, closes=[], num_decodes=0, greedy=False)
+    plan = StepPlan(opens=opens, chunks=chunks, num_decodes=0, greedy=False)
     result = executor.collect(executor.dispatch(plan))
     assert result.tokens == [[0], [10], [11]]
     [(_, packed)] = commands.updates

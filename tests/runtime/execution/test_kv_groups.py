@@ -99,7 +99,7 @@ class Engine:
             self._free_before(at)
 
     def _step(self, opens: list[SlotOpen], chunk: Chunk) -> Any:
-        plan = StepPlan(opens=opens, chunks=[chunk], closes=[], num_decodes=int(chunk.tokens is None), greedy=False)
+        plan = StepPlan(opens=opens, chunks=[chunk], num_decodes=int(chunk.tokens is None), greedy=False)
         return self.executor.collect(self.executor.dispatch(plan))
 
     def _with_pages(self, chunk: Chunk) -> Chunk:
@@ -159,7 +159,7 @@ def test_a_page_is_copied_in_its_own_group_alone() -> None:
     engine.fill(0, 15, 5.0)
     engine.fill(1, 11, 7.0)
     copies: dict[str, Any] = {"saves": [(0, 0, 15, 1), (1, 0, 11, 2)], "loads": [(1, 0, 2, 3), (0, 0, 1, 4)]}
-    engine.executor.dispatch(StepPlan(opens=[], chunks=[], closes=[], num_decodes=0, greedy=True, **copies))
+    engine.executor.dispatch(StepPlan(opens=[], chunks=[], num_decodes=0, greedy=True, **copies))
     state = jax.tree.structure(made.state).unflatten(engine.commands._state)
     for pool, num_pages, filled, value in ((state.kv[0], 16, [4, 15], 5.0), (state.kv[1], 12, [3, 11], 7.0)):
         keys = np.asarray(pool.keys)[0].reshape(2, pool.num_layers, num_pages, -1)

@@ -30,7 +30,7 @@ def first_step(programs: dict[ProgramKey, Any]) -> tuple[DeviceState, DeviceStat
     """Open a slot and prefill it. Return the state before and after the step, and the output."""
     state = zero_state(CAPACITY)
     state = open_slots(programs, state, opening(1, [5, 6, 7], temperature=0.8, logprobs=3, seed=4), capacity=CAPACITY)
-    plan = StepPlan(opens=[], chunks=[prefill(1, 0, [5, 6, 7], (9,))], closes=[], num_decodes=0, greedy=False)
+    plan = StepPlan(opens=[], chunks=[prefill(1, 0, [5, 6, 7], (9,))], num_decodes=0, greedy=False)
     key = next(key for key in STEPS if key.kind == "mixed")
     after, output = on_trees(programs[key])(params(), state, pack_step(plan, step_shape(key, CAPACITY), CAPACITY))
     return state, after, output

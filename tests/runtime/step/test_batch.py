@@ -22,7 +22,7 @@ TABLES = np.array([[10 * slot + column for column in range(WIDTH)] for slot in r
 
 def _plan(*chunks: Chunk, greedy: bool = False) -> StepPlan:
     num_decodes = sum(chunk.tokens is None for chunk in chunks)
-    return StepPlan(opens=[], chunks=list(chunks), closes=[], num_decodes=num_decodes, greedy=greedy)
+    return StepPlan(opens=[], chunks=list(chunks), num_decodes=num_decodes, greedy=greedy)
 
 
 def _state() -> DeviceState:

@@ -70,7 +70,7 @@ def _filled_pool() -> list[np.ndarray]:
     plain, key = builder(), ProgramKey("mixed", 16, False)
     programs = {name: plain.compile(name) for name in (UPDATE_KEY, ADJUST_KEY, key)}
     state = open_slots(programs, zero_state(CAPACITY), opening(0, TOKENS))
-    plan = StepPlan(opens=[], chunks=[prefill(0, 0, TOKENS, (5, 0, 3))], closes=[], num_decodes=0, greedy=False)
+    plan = StepPlan(opens=[], chunks=[prefill(0, 0, TOKENS, (5, 0, 3))], num_decodes=0, greedy=False)
     state, _ = on_trees(programs[key])(params(), state, pack_step(plan, step_shape(key, CAPACITY), CAPACITY))
     return [np.asarray(array) for array in (state.kv[0].keys, state.kv[0].values)]
 

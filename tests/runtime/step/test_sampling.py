@@ -358,7 +358,7 @@ def test_a_change_in_the_last_bits_changes_hardly_any_draw(logits: np.ndarray) -
 
 def test_the_kernel_draws_what_xla_draws(logits: np.ndarray) -> None:
     shapes: list[dict[str, Any]] = [{}, {"temperature": 0.0}, {"top_k": 7}, {"top_p": 0.9}, {"min_p": 0.02}]
-    opened = [opening(0, [1], [2] * i, seed=i, **shapes[i % 5]) for i in range(1000)]
+    opened = [opening(0, [1], [2] * i, seed=i, **shapes[i % len(shapes)]) for i in range(1000)]
     rng = np.random.default_rng(0)
     many = np.stack([rng.permutation(logits) for _ in opened])
     by_xla, _ = _sample_by_xla(many, *_rows(opened))
@@ -429,7 +429,7 @@ def test_only_allowed_tokens_are_drawn(logits: np.ndarray, sample: Callable[...,
         {"top_p": 0.5, "min_tokens": 9},
         {"logit_bias": {3: 100.0}, "temperature": 0.0},
     ]
-    opened = [opening(0, [1], [2, 2], seed=i, stop_ids=(5,), **shapes[i % 5]) for i in range(100)]
+    opened = [opening(0, [1], [2, 2], seed=i, stop_ids=(5,), **shapes[i % len(shapes)]) for i in range(100)]
     rng = np.random.default_rng(0)
     allowed = rng.random((100, VOCAB)) < rng.choice([0.01, 0.5], (100, 1))
     allowed[:, 9] = True  # at least one
