@@ -728,7 +728,7 @@ def test_a_prompt_scored_without_output(build: Build, name: str, length: int) ->
     ("name", "counts", "lengths"),
     [
         ("tiny-pool", (1, 5, 8), (50, 10)),
-        pytest.param("wide", (1, 4, 5, 20), (90, 40), marks=pytest.mark.grid),
+        pytest.param("wide", (1, 4, 5, 12, 20), (90, 40), marks=pytest.mark.grid),
     ],
 )
 def test_nothing_compiles_once_the_engine_is_ready(
@@ -762,11 +762,10 @@ def test_nothing_compiles_once_the_engine_is_ready(
                     for i in range(count)
                 ]
                 _run(loop, requests)
-    for length in lengths:  # the longer one while nothing of it is cached
-        prompt = list(range(length))
-        for echo in (None, 5):
-            sampling = SamplingParams(max_tokens=2, temperature=0.0, prompt_logprobs=echo)
-            _run(loop, [EngineRequest(request_id="long", prompt_ids=prompt, sampling=sampling)])
+    for number, (length, temperature, echo) in enumerate(itertools.product(lengths, (0.0, 1.0), (None, 5))):
+        prompt = [number, *range(1, length)]  # nothing of it is cached
+        sampling = SamplingParams(max_tokens=2, temperature=temperature, prompt_logprobs=echo)
+        _run(loop, [EngineRequest(request_id="long", prompt_ids=prompt, sampling=sampling)])
     assert used == closed
     assert len(used) == info.num_programs - 2
     assert loop.stats(check=True).compiles_after_ready == 0
