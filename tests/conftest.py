@@ -6,7 +6,7 @@ import signal
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests.selection import FULL
 
@@ -18,7 +18,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("NPROC", str(max(8, os.cpu_count() or 1)))
 
 # `make test` draws the same examples each time: it fails for a change and not by chance. `make test-full` draws others.
-settings.register_profile("jaxserve", derandomize=not FULL)
+# A busy machine is no fault: an example may take any time.
+settings.register_profile("jaxserve", derandomize=not FULL, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("jaxserve")
 
 # A shell starts what it runs in the background with Ctrl-C ignored, which would be inherited by all that tests start.

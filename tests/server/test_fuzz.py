@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import hypothesis.strategies as st
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 
 from jaxserve.server.openai.protocol import ChatRequest, CompletionRequest
 from tests.selection import examples
@@ -71,20 +71,20 @@ def check(path: str, body: bytes) -> None:
     asyncio.run(run())
 
 
-@settings(max_examples=examples(300), deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(300), derandomize=True)
 @given(REQUESTS)
 def test_any_values_in_any_fields(request_: tuple[str, dict[str, Any]]):
     path, body = request_
     check(path, json.dumps(body).encode("utf-8", "surrogatepass"))
 
 
-@settings(max_examples=examples(100), deadline=None, derandomize=True)
+@settings(max_examples=examples(100), derandomize=True)
 @given(st.sampled_from(["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/abort_request"]), JSON)
 def test_any_json(path: str, body: Any):
     check(path, json.dumps(body).encode())
 
 
-@settings(max_examples=examples(100), deadline=None, derandomize=True)
+@settings(max_examples=examples(100), derandomize=True)
 @given(st.binary(max_size=60) | st.binary(max_size=20).map(lambda tail: b'{"prompt": "a", "user": ' + tail))
 def test_any_bytes(body: bytes):
     check("/v1/completions", body)

@@ -24,7 +24,7 @@ def stream(tokenizer: Tokenizer, prompt: list[int], parts: list[list[int]], *, s
 
 
 @ALL
-@settings(max_examples=examples(300), deadline=None)
+@settings(max_examples=examples(300))
 @given(data=st.data())
 def test_any_split_of_any_ids_gives_the_decoded_text(make: functools.partial[Tokenizer], data: st.DataObject) -> None:
     tokenizer = make()
@@ -45,7 +45,7 @@ def test_any_split_of_any_ids_gives_the_decoded_text(make: functools.partial[Tok
 
 
 @ALL
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(200))
 @given(data=st.data())
 def test_text_is_returned_as_soon_as_it_is_certain(make: functools.partial[Tokenizer], data: st.DataObject) -> None:
     tokenizer = make()

@@ -4,7 +4,7 @@ import functools
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.api_types import EngineRequest, FinishReason, SamplingParams, TokenEvent, TokenLogprobs, Usage
@@ -180,7 +180,6 @@ def test_an_event_after_the_end_is_an_error() -> None:
         processor.push(event([5]))
 
 
-@settings(deadline=None)
 @given(data=st.data())
 def test_any_split_into_events_gives_the_same_output(data: st.DataObject) -> None:
     ids = data.draw(st.lists(st.integers(0, tokenizer().vocab_size - 1), min_size=1, max_size=25))

@@ -214,7 +214,7 @@ def test_a_shard_reads_little_more_than_its_own_bytes(
     assert sum(read) == out.nbytes
 
 
-@settings(max_examples=examples(60), deadline=None, derandomize=True)
+@settings(max_examples=examples(60), derandomize=True)
 @given(data=st.data())
 def test_any_window_of_any_chunks_is_read(data: st.DataObject) -> None:
     """Reads into memory of any strides, rows that are wider or narrower than what is read at a time."""

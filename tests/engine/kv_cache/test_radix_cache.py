@@ -259,4 +259,4 @@ TestWriteThrough = WriteThroughMachine.TestCase
 TestWriteBack = WriteBackMachine.TestCase
 TestTinyTier = TinyTierMachine.TestCase
 for case in (TestCache, TestWriteThrough, TestWriteBack, TestTinyTier):
-    case.settings = settings(max_examples=examples(100), stateful_step_count=30, deadline=None, derandomize=True)
+    case.settings = settings(max_examples=examples(100), stateful_step_count=30, derandomize=True)

@@ -229,4 +229,4 @@ TestWindowsWriteThrough = WindowWriteThroughMachine.TestCase
 TestWindowsWriteBack = WindowWriteBackMachine.TestCase
 TestTinyWindowTier = TinyWindowTierMachine.TestCase
 for case in (TestWindows, TestWindowsWriteThrough, TestWindowsWriteBack, TestTinyWindowTier):
-    case.settings = settings(max_examples=examples(100), stateful_step_count=30, deadline=None, derandomize=True)
+    case.settings = settings(max_examples=examples(100), stateful_step_count=30, derandomize=True)

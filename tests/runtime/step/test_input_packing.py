@@ -32,7 +32,7 @@ def _floats(length: int) -> st.SearchStrategy[list[float]]:
     return st.lists(st.floats(width=32, allow_nan=False), max_size=length)
 
 
-@settings(deadline=None, max_examples=examples(50))
+@settings(max_examples=examples(50))
 @given(one=_ints(1), ids=_ints(5), weights=_floats(3), temperature=_floats(1), row=_ints(1), rest=_ints(2))
 def test_round_trip(**given: list[float]) -> None:
     packed = TABLE.pack(given)

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import hypothesis.strategies as st
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 
 from tests.selection import examples
 from tests.server.conftest import ServerUnderTest, over_asgi
@@ -45,7 +45,7 @@ async def both(server: ServerUnderTest, body: dict[str, Any]) -> tuple[dict[str,
     return whole, "".join(part["text"] for part in parts), logprobs
 
 
-@settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(150))
 @given(
     prompt=TOKENS,
     output=TOKENS,

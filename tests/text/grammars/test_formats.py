@@ -145,7 +145,7 @@ def test_a_long_list_of_alternatives_is_not_compared() -> None:
     grammar_of(StructuredOutputs(json={"anyOf": alternatives}))
 
 
-@settings(max_examples=examples(50), deadline=None)
+@settings(max_examples=examples(50))
 @given(
     st.lists(
         st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=8), min_size=1, max_size=4
@@ -166,7 +166,7 @@ SEQUENCES = st.lists(st.builds(str.__add__, ATOMS, REPEATS), min_size=1, max_siz
 REGEXES = st.lists(SEQUENCES, min_size=1, max_size=3).map("|".join)
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 @given(REGEXES, st.lists(st.text("abcxé.\n", max_size=6), min_size=1, max_size=10))
 def test_regular_expressions_match_what_python_matches(pattern: str, texts: list[str]) -> None:
     form = StructuredOutputs(regex=pattern)

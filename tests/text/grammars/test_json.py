@@ -100,7 +100,7 @@ SCHEMAS = st.recursive(SCALARS, larger, max_leaves=6)
 TRIAL = GrammarTester(tokens_of(tiny_tokenizer()))
 
 
-@settings(max_examples=examples(400, 100), deadline=None)
+@settings(max_examples=examples(400, 100))
 @given(SCHEMAS, st.integers(0, 2**32))
 def test_what_a_schema_allows_matches_it(schema: Any, seed: int) -> None:
     """A schema is refused, or whatever is drawn from its grammar matches it."""

@@ -63,14 +63,14 @@ def check(expression: str, low: Bound | None, high: Bound | None, *, integers: b
                 assert allowed, text
 
 
-@settings(max_examples=examples(4000, 300), deadline=None)
+@settings(max_examples=examples(4000, 300))
 @given(bounds(INTEGERS), bounds(INTEGERS))
 def test_integers(low: Bound | None, high: Bound | None) -> None:
     with localcontext(prec=500):
         check(integer_regex(low, high), low, high, integers=True)
 
 
-@settings(max_examples=examples(4000, 300), deadline=None)
+@settings(max_examples=examples(4000, 300))
 @given(bounds(DECIMALS), bounds(DECIMALS))
 def test_numbers(low: Bound | None, high: Bound | None) -> None:
     # No number that is neither tiny nor huge is within these.

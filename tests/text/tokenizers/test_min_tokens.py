@@ -48,7 +48,7 @@ BOUNDED = {
 def test_the_bound_holds_for_any_text(name: str) -> None:
     backend, lengths = BOUNDED[name], MinTokenCounter(BOUNDED[name])
 
-    @settings(max_examples=examples(100), deadline=None)
+    @settings(max_examples=examples(100))
     @given(st.lists(st.sampled_from(SHORTENED) | st.text(max_size=4), max_size=8), st.integers(1, 40))
     def check(parts: list[str], times: int) -> None:
         text = "".join(parts) * times

@@ -49,7 +49,7 @@ def test_every_script_round_trips(make: functools.partial[Tokenizer], text: str)
     assert make().decode(make().encode(text)) == text
 
 
-@settings(max_examples=examples(300), deadline=None)
+@settings(max_examples=examples(300))
 @given(ids=st.lists(st.integers(0, 500), max_size=30), skip=st.booleans())
 def test_token_bytes_are_what_the_backend_decodes(ids: list[int], skip: bool) -> None:
     tokenizer = byte_level()
@@ -61,7 +61,7 @@ def test_token_bytes_are_what_the_backend_decodes(ids: list[int], skip: bool) ->
     assert joined == tokenizer._backend.decode(ids, skip_special_tokens=skip)
 
 
-@settings(max_examples=examples(300), deadline=None)
+@settings(max_examples=examples(300))
 @given(parts=st.lists(st.text(max_size=10) | st.sampled_from(["<bos>", "<eos>"]), max_size=5), skip=st.booleans())
 def test_byte_fallback_decodes_valid_text_like_the_backend(parts: list[str], skip: bool) -> None:
     tokenizer = sentencepiece()
