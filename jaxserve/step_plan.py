@@ -193,8 +193,8 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     `draft_buckets` are row counts of steps that make drafts, and `draft_read_buckets` token counts of those that read
     tokens; drafting itself reads the last `max_unread` tokens of a sequence. A sequence of more than `rotation_length`
     tokens has another rotary embedding than a shorter one, from its first token on. Programs that draw within a
-    grammar have at least `smallest_draw` rows. `vocab_size` counts the model's token ids and those that pad the last
-    shards, so that shards divide it evenly.
+    grammar have at least `smallest_draw` rows. `vocab_size` is a multiple of the number of shards: it counts the
+    model's token ids, and the padding of the last shards.
     """
 
     num_slots: int

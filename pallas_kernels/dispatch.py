@@ -53,10 +53,10 @@ class Backend:
 class BackendTable[Module]:
     """The backends of a room, and the order in which they are tried.
 
-    `names` has all of them. `preferred` has, by platform, those that are tried before the reference, the best first; a
-    platform that it lacks has a CPU's order. Each backend is a module of the type `Module`. Its `refusal(*problem,
-    target)` returns why it doesn't support a problem on a device that its compiler has kernels for, or None if it does.
-    The reference supports every problem, so it isn't asked.
+    `names` lists all backends. `preferred` lists, by platform, the backends to try before the reference, the best
+    first; a platform that it lacks has a CPU's order. Each backend is a module of the type `Module`. Its
+    `refusal(*problem, target)` returns why it doesn't support a problem on a device that its compiler has kernels for,
+    or None if it does. The reference supports every problem, so it isn't asked.
     """
 
     room: str

@@ -119,7 +119,7 @@ class ParamSpecs:
         """Return the attention weights under `name`; `fused` is the name of one projection for all of q, k and v.
 
         `heads` are a layer's own number of KV heads and their size, before they are repeated for shards. `projections`
-        names those that the layer has: "qk" if its keys are its values too, "q" if it uses the keys and values of
+        names the projections of the layer: "qk" if its keys are its values too, "q" if it uses the keys and values of
         another layer. With `sinks`, each query head has a logit of its own. `inputs` is the width of the vectors that
         are projected, by default the model's.
         """

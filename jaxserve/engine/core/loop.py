@@ -99,7 +99,7 @@ class EngineLoop:
         return num_pages
 
     def stats(self, *, check: bool = False) -> EngineStats:
-        """Return the engine's counters and sizes; with `check`, also those that take time to find."""
+        """Return the engine's counters and sizes; with `check`, also the counters that take time to find."""
         stats = self._scheduler.stats()
         compiles = self._executor.compiles_after_ready
         problems = tuple(self._scheduler.check_integrity()) if check else ()

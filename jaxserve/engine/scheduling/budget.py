@@ -38,7 +38,7 @@ class PrefillBudget:
         return max(0, min(self._prefill_left[rank], limit - self.totals[rank]))
 
     def limit(self, rank: int, tokens: int) -> None:
-        """Limit the step to `tokens`, including those that it holds already. A few prefill tokens are always left."""
+        """Limit the step to `tokens` in all, whatever it holds already, but leave it a few prefill tokens."""
         self._prefill_left[rank] = min(self._prefill_left[rank], max(tokens - self.totals[rank], _LEAST_PREFILL))
 
     def add_chunk(self, rank: int, length: int, *, prompt_logprobs: bool) -> None:

@@ -163,8 +163,8 @@ def _is_midlayer(name: str, tensors: Collection[str]) -> bool:
 def _read_taps(fields: Fields) -> tuple[int, ...]:
     """Return the layers whose inputs a head of EAGLE-3 gets; none if it doesn't say so.
 
-    Speculators number the layers as here. Within `eagle_config`, a number may also be that of the layer before, whose
-    output is this input. As no head gets the input of the first two layers, the first number tells, as for SGLang.
+    Speculators number the layers as here. `eagle_config` may instead number the layer before, whose output is this
+    input. No head gets the input of the first two layers, so the first number tells which is meant, as in SGLang.
     """
     inner = Fields(fields.object("eagle_config"), f"{fields.where}: eagle_config")
     for field, only in {

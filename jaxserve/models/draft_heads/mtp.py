@@ -30,7 +30,7 @@ MTP = "MultiTokenPrediction"
 
 @flax.struct.dataclass
 class Params:
-    """The weights of the layer, and those that join embeddings and features before it."""
+    """The weights of the layer, and the weights that join embeddings and features before it."""
 
     embedding_norm: Array
     features_norm: Array

@@ -131,7 +131,7 @@ class _LoadError(Exception):
 
 
 def _comparable(facts: Mapping[str, Any], manifest: BundleManifest) -> dict[str, Any]:
-    """Return the facts that must be equal: for a target, without those that name its platform and compiler."""
+    """Return the facts that must be equal. A bundle for a target may have another platform and compiler."""
     if not manifest.target:
         return dict(facts)
     attention = {**facts["attention"], "target": {**facts["attention"]["target"], "platform": ""}}

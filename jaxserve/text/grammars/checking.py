@@ -171,12 +171,12 @@ def _main() -> None:
     with contextlib.suppress(EOFError):
         tokens, cpu_seconds = pickle.loads(_FRAMES.read(requests.read)[1])
         assert isinstance(tokens, Tokens)
-        trial = GrammarTester(tokens)
+        tester = GrammarTester(tokens)
         host.limit_memory(MEMORY_BYTES)
         while True:
             grammar = _FRAMES.read(requests.read)[1].decode(errors="surrogatepass")
             signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
-            error = trial.problem(grammar)
+            error = tester.problem(grammar)
             signal.setitimer(signal.ITIMER_PROF, 0)
             answers.write(_FRAMES.encode(error.encode(errors="replace")))
             answers.flush()
