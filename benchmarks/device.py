@@ -62,8 +62,8 @@ SECTIONS = {
 }
 # A section is started only if this share of its seconds is left.
 _ENOUGH = 0.8
-# The share of its time that a section may plan with, and the multiple of that time after which it shows where it hangs.
-_OWN_SHARE, _STACKS = 0.93, 1.04
+# The share of its time that a section may plan with, and the seconds in which one that hangs writes where.
+_OWN_SHARE, _STACKS = 0.93, 2.0
 
 
 def main() -> int:
@@ -98,7 +98,7 @@ def main() -> int:
 def run_section(arguments: argparse.Namespace) -> int:
     """Run a section, or a part of it, in its own process; it appends its rows to a file as it finds them."""
     faulthandler.enable()
-    faulthandler.dump_traceback_later(_STACKS * arguments.seconds)
+    faulthandler.register(signal.SIGUSR1)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     from device_sections.run import SectionRun
 
@@ -198,7 +198,7 @@ def sources() -> str:
 def one_section(name: str, command: list[str], seconds: float, log: Path, environment: dict[str, str]) -> str | None:
     """Run a section, whose stderr is added to `log`; return why it failed, or None.
 
-    It limits its own time; if it hangs, it is killed a little later, with its parts.
+    It limits its own time; if it hangs, it is asked for its stacks and killed, with its parts.
     """
     if seconds < 1:
         return "no time was left"
@@ -211,6 +211,8 @@ def one_section(name: str, command: list[str], seconds: float, log: Path, enviro
         try:
             code = process.wait(seconds)
         except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGUSR1)
+            time.sleep(_STACKS)
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             return f"ended after {seconds:.0f} s"
