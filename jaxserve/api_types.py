@@ -235,12 +235,31 @@ def _in_range(name: str, value: float, bounds: Meta) -> None:
         raise InvalidRequestError(f"{name} must be in {left}{low}, {high}], got {value}", param=name)
 
 
+class ThinkingBudget(msgspec.Struct, frozen=True, kw_only=True):
+    """How many tokens of reasoning an output may have, and what ends the reasoning then.
+
+    The output begins `inside` its reasoning, or reasoning begins with one of the texts `begins`; one of `ends` ends it.
+    With `once`, it can only come first, with blanks before it; else it may begin again. `fragments` are the bytes of
+    all tokens that have a part of such a text, and of blank tokens; the others have none. When `num_tokens` tokens of
+    reasoning have been drawn, counted over all its parts, the first of the `closings` follows, and if reasoning begins
+    again, the next one, the last of them from then on.
+    """
+
+    num_tokens: int
+    inside: bool
+    once: bool
+    begins: tuple[bytes, ...]
+    ends: tuple[bytes, ...]
+    fragments: dict[int, bytes]
+    closings: tuple[tuple[int, ...], ...]
+
+
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence to compute. `n` samples of a prompt are `n` requests with one `group_id` and `sample` 0 to n-1.
 
     `stop_ids` are all ids that end the output: the model's own (unless `ignore_eos`) and those of the request. `client`
     is the index of the API process that gets the events. `grammar` is a text of llguidance that the output must
-    match, if it is not empty.
+    match, if it is not empty. `thinking` bounds its reasoning.
     """
 
     request_id: str
@@ -253,6 +272,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     namespace: str = ""
     client: int = 0
     grammar: str = ""
+    thinking: ThinkingBudget | None = None
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

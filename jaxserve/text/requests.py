@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from jaxserve.api_types import MAX_STOP_IDS, EngineInfo, EngineRequest, SamplingParams
+from jaxserve.api_types import MAX_STOP_IDS, EngineInfo, EngineRequest, SamplingParams, ThinkingBudget
 from jaxserve.errors import InvalidRequestError
 from jaxserve.text.stop_regex import check_patterns
 from jaxserve.text.tokenizers.tokenizer import Tokenizer
@@ -27,6 +27,7 @@ def sample_requests(
     priority: int | None = None,
     cache_salt: str | None = None,
     grammar: str = "",
+    thinking: ThinkingBudget | None = None,
 ) -> list[EngineRequest]:
     """Return the requests for the `n` samples of one prompt, named `name`-0, -1 and so on.
 
@@ -51,6 +52,7 @@ def sample_requests(
             priority=priority or 0,
             namespace=cache_salt or "",
             grammar=grammar,
+            thinking=thinking,
         )
         for sample in range(sampling.n)
     ]

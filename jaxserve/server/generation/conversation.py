@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from jaxserve.api_types import StructuredOutputs
+from jaxserve.api_types import StructuredOutputs, ThinkingBudget
 from jaxserve.errors import InvalidRequestError
 from jaxserve.server.generation.answers import AnswerPlan, Place, answer_grammar, place_in_reasoning, plan_answer
 from jaxserve.server.generation.chat_messages import ChatOptions, render_prompt, text_of
@@ -21,7 +21,8 @@ class Conversation:
     """Messages, the options of their template, and what is asked of the answer.
 
     `form` is the form that it must have, after the field that says so. `add_special_tokens`: the tokenizer adds its
-    own, though a template writes them itself.
+    own, though a template writes them itself. An answer has at most `thinking_budget` tokens of reasoning; None is no
+    bound. `thinks` asks for reasoning or for none.
     """
 
     messages: list[dict[str, Any]]
@@ -32,12 +33,23 @@ class Conversation:
     add_special_tokens: bool = False
     separates_reasoning: bool = True
     shows_reasoning: bool = True
+    thinking_budget: int | None = None
+    thinks: bool | None = None
 
 
-async def prepare_answer(
-    state: ServerState, loaded: LoadedModel, asked: Conversation
-) -> tuple[list[int], str, AnswerPlan]:
-    """Return the ids of the prompt, the grammar of its answers ("" for none), and how they are read.
+@dataclass(frozen=True)
+class PreparedAnswer:
+    """The ids of a prompt, the grammar of its answers ("" for none), how they are read, and the bound of their
+    reasoning."""
+
+    ids: list[int]
+    grammar: str
+    plan: AnswerPlan
+    thinking: ThinkingBudget | None = None
+
+
+async def prepare_answer(state: ServerState, loaded: LoadedModel, asked: Conversation) -> PreparedAnswer:
+    """Return the prompt, and how its answers are held and read.
 
     Raises `InvalidRequestError` for what the template or a grammar can't express, and for a prompt that is too long.
     """
@@ -69,7 +81,7 @@ async def prepare_answer(
         separates_reasoning=asked.separates_reasoning,
         shows_reasoning=asked.shows_reasoning,
     )
-    return ids, grammar, plan
+    return PreparedAnswer(ids, grammar, plan)
 
 
 async def _compile_grammar(

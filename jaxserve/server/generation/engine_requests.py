@@ -6,7 +6,7 @@ import asyncio
 import uuid
 from collections.abc import Callable
 
-from jaxserve.api_types import EngineRequest, SamplingParams, StructuredOutputs
+from jaxserve.api_types import EngineRequest, SamplingParams, StructuredOutputs, ThinkingBudget
 from jaxserve.server.server_state import LoadedModel, ServerState
 from jaxserve.text.grammars.formats import grammar_of
 from jaxserve.text.requests import sample_requests
@@ -38,6 +38,7 @@ def engine_requests(
     *,
     priority: int | None = None,
     cache_salt: str | None = None,
+    thinking: ThinkingBudget | None = None,
 ) -> list[EngineRequest]:
     """Return `n` requests for each prompt, in the order of the choices: prompt index * n + sample.
 
@@ -56,5 +57,6 @@ def engine_requests(
             priority=priority,
             cache_salt=cache_salt,
             grammar=grammar,
+            thinking=thinking,
         )
     ]

@@ -53,22 +53,23 @@ async def chat_completions(state: ServerState, exchange: HttpExchange, request: 
     )
     if request.verbosity is not None:
         loaded.say_once("verbosity changes nothing here: ask for it in a message")
-    ids, grammar, plan = await prepare_answer(state, loaded, conversation)
-    limit = max_output_tokens(len(ids), requested_limit, None, loaded.engine.info, param="messages")
+    answer = await prepare_answer(state, loaded, conversation)
+    limit = max_output_tokens(len(answer.ids), requested_limit, None, loaded.engine.info, param="messages")
     sampling = request.sampling(max_tokens=limit, logprobs=logprobs)
     response_id = request.response_id("chatcmpl", exchange.request_id)
     requests = engine_requests(
         loaded,
         response_id,
-        [ids],
+        [answer.ids],
         [sampling],
-        [grammar],
+        [answer.grammar],
         priority=request.priority,
         cache_salt=request.cache_salt,
+        thinking=answer.thinking,
     )
-    shape = _ChatShape(state, loaded, request, plan, response_id, len(requests))
+    shape = _ChatShape(state, loaded, request, answer.plan, response_id, len(requests))
     names = (response_id, *request.client_ids)
-    await respond(state, loaded, exchange, requests, shape, stream=bool(request.stream), ids=names, plan=plan)
+    await respond(state, loaded, exchange, requests, shape, stream=bool(request.stream), ids=names, plan=answer.plan)
 
 
 class _ChatShape(OpenAIShape):
