@@ -67,7 +67,8 @@ ORDER_INSIDE = {
                               "draft_rules | tuning_rules",
     "jaxserve.quant": "stored | checkpoint | choice | transform",
     "jaxserve.runtime": "devices | step | programs | sizing | execution",
-    "jaxserve.server": "errors follower | server_state | http | generation | admin openai sglang | app | lifecycle",
+    "jaxserve.server":
+        "errors follower | server_state | http | generation | admin anthropic openai sglang | app | lifecycle",
     "jaxserve.text": "prompt_forms stop_regex tokenizers | detokenizer grammars requests stop_strings | "
                      "answers output | template_tools | chat_template | template_process",
     "jaxserve.weights": "arrays gguf_blocks mismatch parts scales source | dummy finite hf kv_scales manifest | "
@@ -91,7 +92,7 @@ ORDER_INSIDE = {
     "pallas_kernels.tune": "task | attention experts products | __main__",
 }  # fmt: skip
 # The folders of `jaxserve.server` with the routes of an API.
-APIS = ("openai", "sglang")
+APIS = ("anthropic", "openai", "sglang")
 WITHOUT_JAX = {*BASE, "engine", "text", "server", "llm", "bench", "cli", "__main__", "__init__"}
 JAX = {"jax", "jaxlib", "flax", "jaxtyping", "orbax", "pallas_kernels"}
 

@@ -358,6 +358,13 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         str | None,
         Meta(description="how the model marks reasoning, such as deepseek_r1; default: its template says"),
     ] = None
+    keep_billing_header: Annotated[
+        bool,
+        Meta(
+            description="keep a first system block that begins with x-anthropic-billing-header: in /v1/messages, "
+            "though it changes with each request, so that no prompt finds another's prefix in the cache"
+        ),
+    ] = False
     max_body_bytes: Annotated[int, Meta(description="maximum size of a request body; larger ones are answered 413")] = (
         16 * 2**20
     )

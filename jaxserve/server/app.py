@@ -21,6 +21,9 @@ from jaxserve.server.admin.profile import (
     start_profile,
     stop_profile,
 )
+from jaxserve.server.anthropic.messages import count_tokens, messages
+from jaxserve.server.anthropic.protocol import CountTokensRequest, MessagesRequest
+from jaxserve.server.anthropic.responses import MessageResponse, TokenCount
 from jaxserve.server.errors import cors_is_off, to_http_error
 from jaxserve.server.http.auth import BearerAuth
 from jaxserve.server.http.endpoint import BodilessEndpoint, BodilessHandler, JsonEndpoint, JsonHandler
@@ -146,6 +149,15 @@ def _post[T: msgspec.Struct](
 _POSTS = (
     _post("/v1/completions", "Continue prompts", completions, CompletionRequest, CompletionResponse, streams=True),
     _post("/v1/chat/completions", "Answer a conversation", chat_completions, ChatRequest, ChatResponse, streams=True),
+    _post(
+        "/v1/messages",
+        "Answer a conversation, Anthropic's route",
+        messages,
+        MessagesRequest,
+        MessageResponse,
+        streams=True,
+    ),
+    _post("/v1/messages/count_tokens", "Count the tokens of a prompt", count_tokens, CountTokensRequest, TokenCount),
     _post("/generate", "Continue prompts, SGLang's own route", generate, GenerateRequest, GenerateOutput, streams=True),
     _post("/tokenize", "Text to ids", tokenize, TokenizeRequest, TokenizeResponse),
     _post("/detokenize", "Ids to text", detokenize, DetokenizeRequest, DetokenizeResponse),

@@ -26,6 +26,18 @@ logger = logging.getLogger("jaxserve.server")
 # The start of an engine's error when its queue is full; the rest of the message follows a colon.
 QUEUE_FULL_PREFIX = "queue full"
 
+# The routes whose errors have Anthropic's form, and its types of errors by status.
+_MESSAGES = "/v1/messages"
+_MESSAGES_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
 
 class HttpError(JaxserveError):
     """A response other than 200: its `status` and the fields of OpenAI's error object."""
@@ -52,13 +64,22 @@ class HttpError(JaxserveError):
         """Return the JSON object sent to a client, as a response or as an event of a stream."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
-    def encode(self) -> bytes:
-        """Return `body()` as JSON."""
-        return msgspec.json.encode(self.body())
+    def messages_body(self) -> dict[str, Any]:
+        """Return the object that Anthropic's clients expect."""
+        kind = _MESSAGES_TYPES.get(self.status, "api_error" if self.status >= 499 else "invalid_request_error")
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
+
+    def encode(self, path: str = "") -> bytes:
+        """Return the JSON for a client of the route `path`."""
+        return msgspec.json.encode(self.messages_body() if path.startswith(_MESSAGES) else self.body())
 
 
 class ContextLengthError(InvalidRequestError):
-    """The prompt and its output do not fit the model's context."""
+    """The prompt and its output, of at least `num_tokens` tokens, do not fit the model's context."""
+
+    def __init__(self, message: str, *, param: str, num_tokens: int) -> None:
+        super().__init__(message, param=param)
+        self.num_tokens = num_tokens
 
 
 class UnavailableError(JaxserveError):
@@ -134,7 +155,7 @@ def invalid_api_key() -> HttpError:
     """Return a 401 for a missing or wrong bearer key."""
     return HttpError(
         401,
-        "Missing or wrong API key: send it as 'Authorization: Bearer KEY'",
+        "Missing or wrong API key: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
         type="authentication_error",
         code="invalid_api_key",
         headers=((b"www-authenticate", b"Bearer"),),

@@ -63,6 +63,7 @@ class LoadedModel:
     """A running engine with its tokenizer and chat template; `template_source` is empty for a model without one.
 
     `grammars` checks the grammars of requests; `formats` are the formats of the model's answers.
+    `template_facts` is what was found out about the template so far.
     """
 
     engine: Engine
@@ -71,6 +72,7 @@ class LoadedModel:
     template_source: str
     grammars: GrammarChecker
     formats: AnswerFormats
+    template_facts: dict[str, bool] = field(default_factory=dict)
     _said: set[str] = field(default_factory=set)
 
     @functools.cached_property

@@ -19,7 +19,8 @@ class OutputDelta(msgspec.Struct):
 
     `text_offsets[i]` is where the text of token i begins in the whole output, before a stop string is cut off.
     `stop_reason` is the stop string, pattern, or id from the request's `stop_token_ids` that ended the output; None for
-    the model's EOS, which only `matched_stop` names. `usage` is set together with `finish_reason`. `abort`: the request
+    the model's EOS, which only `matched_stop` names. `usage` is set together with `finish_reason`, and `cached_tokens`,
+    the number of the prompt's tokens that were found in the prefix cache, when the engine says it. `abort`: the request
     has ended here and is to be aborted in the engine.
     """
 
@@ -32,6 +33,7 @@ class OutputDelta(msgspec.Struct):
     stop_reason: int | str | None = None
     matched_stop: int | str | None = None
     usage: Usage | None = None
+    cached_tokens: int | None = None
     error: str | None = None
     abort: bool = False
 
@@ -98,7 +100,7 @@ class OutputProcessor:
         assert not self._finished, f"request {self._request.request_id} got an event after its end"
         delta = OutputDelta(prompt_logprobs=event.prompt_logprobs, error=event.error)
         if event.usage is not None:
-            self._cached_tokens = event.usage.cached_tokens
+            self._cached_tokens = delta.cached_tokens = event.usage.cached_tokens
         matched = self._push_tokens(event, delta)
         if matched is None and event.finish_reason is not None:
             matched = self._push_rest(delta)

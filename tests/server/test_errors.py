@@ -321,7 +321,7 @@ class TestBodyLimit:
     ("error", "status", "code"),
     [
         (InvalidRequestError("x", param="p"), 400, None),
-        (ContextLengthError("x", param="p"), 400, "context_length_exceeded"),
+        (ContextLengthError("x", param="p", num_tokens=9), 400, "context_length_exceeded"),
         (request_error("queue full: 3", engine_dead=False), 503, "queue_full"),
         (request_error("queue full: 3", engine_dead=True), 503, "engine_dead"),
         (request_error("x", engine_dead=False), 500, "request_failed"),

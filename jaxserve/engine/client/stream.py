@@ -83,6 +83,6 @@ def _merge_events(events: deque[TokenEvent]) -> TokenEvent:
         last.stop_id,
         None if first.logprobs is None else [entry for event in events for entry in event.logprobs or ()],
         first.prompt_logprobs,
-        last.usage,
+        last.usage or first.usage,
         queue_seconds=first.queue_seconds,
     )

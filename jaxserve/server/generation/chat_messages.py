@@ -79,6 +79,22 @@ async def render_prompt(
     return RenderedPrompt(loaded.escaped_marks.restore(text), text, loaded.escaped_marks)
 
 
+async def shows_later_system(loaded: LoadedModel) -> bool:
+    """Return whether the model's template shows a message of the system in its place after others."""
+    facts = loaded.template_facts
+    if "later_system" not in facts:
+        texts = ("jaxserve-first", "jaxserve-answer", "jaxserve-second", "jaxserve-probe")
+        roles = ("user", "assistant", "user", "system")
+        probe = [{"role": role, "content": text} for role, text in zip(roles, texts)]
+        try:
+            shown = await loaded.chat_template.render([{"role": "system", "content": "x"}, *probe])
+        except InvalidRequestError:
+            shown = ""
+        places = [shown.find(text) for text in texts]
+        facts["later_system"] = places[0] > -1 and places == sorted(places)
+    return facts["later_system"]
+
+
 def text_of(message: dict[str, Any]) -> str:
     """Return the text of a message that has been rendered, up to its first part if it has several."""
     content = message.get("content")

@@ -48,6 +48,16 @@ class PreparedAnswer:
     thinking: ThinkingBudget | None = None
 
 
+async def count_prompt(state: ServerState, loaded: LoadedModel, asked: Conversation) -> int:
+    """Return the number of tokens of the prompt, which may be longer than the context."""
+    tools = None if asked.tools is None else asked.tools.shown
+    prompt = await render_prompt(state, loaded, asked.messages, asked.options, tools, asked.reasoning_effort)
+    (ids,) = await encode_texts(
+        state, loaded, [prompt.written], add_special_tokens=False, param=None, encoder=prompt.encoder
+    )
+    return len(ids)
+
+
 async def prepare_answer(state: ServerState, loaded: LoadedModel, asked: Conversation) -> PreparedAnswer:
     """Return the prompt, and how its answers are held and read.
 

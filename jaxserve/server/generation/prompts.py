@@ -152,6 +152,7 @@ def check_context_length(num_tokens: int, info: EngineInfo, *, param: str, at_le
             f"This model's maximum context length is {info.max_model_len} tokens. However, your {param} resulted in "
             f"{'at least ' if at_least else ''}{num_tokens} tokens. Please reduce the length of the {param}.",
             param=param,
+            num_tokens=num_tokens,
         )
 
 
@@ -170,6 +171,7 @@ def max_output_tokens(
             f"{prompt_tokens} tokens, and it must leave room for one more even if none is generated. "
             f"Please reduce the length of the {param}.",
             param=param,
+            num_tokens=prompt_tokens,
         )
     if wanted > left:
         raise ContextLengthError(
@@ -177,5 +179,6 @@ def max_output_tokens(
             f"{prompt_tokens + wanted} tokens ({prompt_tokens} in the {param}, {wanted} in the completion). "
             f"Please reduce the length of the {param} or completion.",
             param=param,
+            num_tokens=prompt_tokens + wanted,
         )
     return wanted

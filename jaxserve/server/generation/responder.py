@@ -41,14 +41,16 @@ class TotalUsage(NamedTuple):
 class ResponseChoice:
     """One choice of a response, which is one sequence.
 
-    `started` says that an event of its stream has been made. `num_tokens` counts the tokens of its output so far, and
-    `ended_at` is when it ended, by `time.perf_counter()`.
+    `started` says that an event of its stream has been made. `num_tokens` counts the tokens of its output so far,
+    `num_cached_tokens` those of its prompt that were found in the prefix cache, and `ended_at` is when it ended, by
+    `time.perf_counter()`.
     """
 
     def __init__(self, index: int, prompt_ids: list[int], plan: AnswerPlan | None) -> None:
         self.index = index
         self.prompt_ids = prompt_ids
         self.num_tokens = 0
+        self.num_cached_tokens = 0
         self.started = False
         self.ended_at = 0.0
         self.reader = None if plan is None else AnswerReader(plan)
@@ -58,6 +60,8 @@ class ResponseChoice:
     def push(self, delta: OutputDelta) -> Sequence[AnswerPart]:
         """Return the parts of the answer that a new output adds; none without a plan of it."""
         self.num_tokens += len(delta.token_ids)
+        if delta.cached_tokens is not None:
+            self.num_cached_tokens = delta.cached_tokens
         if delta.usage is not None:
             self.num_tokens = delta.usage.completion_tokens
             self.ended_at = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Checks the bearer key of requests. Owns the list of paths that need none; knows no other route."""
+"""Checks the key of requests. Owns the list of paths that need none; knows no other route."""
 
 from __future__ import annotations
 
@@ -32,4 +32,6 @@ class BearerAuth:
                 scheme, _, key = value.partition(b" ")
                 if scheme.lower() == b"bearer":
                     given = key.strip()
+            elif name == b"x-api-key":  # Anthropic's clients
+                given = given or value.strip()
         return hmac.compare_digest(given, self._expected)

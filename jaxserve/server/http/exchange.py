@@ -77,7 +77,7 @@ class HttpExchange:
     async def respond_error(self, error: HttpError) -> None:
         """Send `error`. A 413 is sent before the rest of its request's body is read and discarded."""
         discard = error.status == 413
-        await send_json(self.send, error.status, error.encode(), error.headers, more_body=discard)
+        await send_json(self.send, error.status, error.encode(self.scope["path"]), error.headers, more_body=discard)
         if discard:
             await self._discard_body()
             await self.send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -32,7 +32,8 @@ class RequestId:
             return
         request_id = _client_request_id(scope) or uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
-        header = (b"x-request-id", request_id.encode())
+        # The second is Anthropic's name
+        headers = [(name, request_id.encode()) for name in (b"x-request-id", b"request-id")]
         started = time.perf_counter()
         status = 0
 
@@ -40,7 +41,7 @@ class RequestId:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", ()), header]
+                message["headers"] = [*message.get("headers", ()), *headers]
             await send(message)
 
         try:

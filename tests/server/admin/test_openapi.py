@@ -86,6 +86,8 @@ async def test_security_is_documented_where_a_key_is_required():
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "a"},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "logprobs": True},
+    "/v1/messages": {"max_tokens": 4, "messages": [{"role": "user", "content": "a"}]},
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "a"}]},
     "/generate": {"text": "a", "return_logprob": True},
     "/tokenize": {"messages": [{"role": "user", "content": "a"}]},
     "/detokenize": {"tokens": [1]},
@@ -103,6 +105,8 @@ CONDITIONAL_FIELDS = {
         "messages", "stream_options", "tools", "tool_choice", *FORMS,
         "max_tokens", "max_completion_tokens", "min_tokens",
     },
+    "/v1/messages": {"messages", "system", "tools", "tool_choice", "thinking", "output_config", "output_format"},
+    "/v1/messages/count_tokens": {"messages", "tools", "tool_choice", "thinking", "output_config", "output_format"},
     "/generate": {"text", "input_ids", "sampling_params", "rid", *FORMS},
     "/tokenize": {"messages", "prompt", "tools", "tool_choice"},
 }  # fmt: skip

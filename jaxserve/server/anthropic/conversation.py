@@ -1,0 +1,324 @@
+"""Turns the messages and tools of Anthropic's Messages into a conversation as chat templates expect it.
+
+Nothing moves: a tool that comes or goes in the middle, and a system message there, are rendered where they stand, so
+that the prompt of the next turn begins with the prompt of this one. Never renders or tokenizes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from jaxserve.api_types import StructuredOutputs
+from jaxserve.errors import InvalidRequestError
+from jaxserve.server.anthropic.protocol import (
+    CountTokensRequest,
+    InlineTool,
+    MessageParam,
+    RedactedThinkingPart,
+    TextPart,
+    ThinkingDisabled,
+    ThinkingEnabled,
+    ThinkingPart,
+    ToolAdditionPart,
+    ToolChoiceAny,
+    ToolChoiceNone,
+    ToolChoiceTool,
+    ToolDefinition,
+    ToolReferencePart,
+    ToolRemovalPart,
+    ToolResultPart,
+    ToolUsePart,
+)
+from jaxserve.server.generation.conversation import Conversation
+from jaxserve.server.generation.tools import NamedFunction, NamedTool, Tool, ToolChoice, ToolFunction, ToolUse, tool_use
+from jaxserve.server.http.decoding import validation_error
+
+BILLING_HEADER = "x-anthropic-billing-header:"
+"""Claude Code begins its first system block with this and a hash of the request, which no cached prefix survives."""
+
+_ADDED = "This tool may be called from now on:\n"
+_REMOVED = "This tool may not be called any more: "
+_EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
+
+
+@dataclass
+class TemplateOptions:
+    """The options of a chat template that Messages sets: an assistant's last message is continued."""
+
+    continue_final_message: bool | None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+    escape_marks: bool | None = None
+
+
+def conversation(request: CountTokensRequest, *, keeps_billing_header: bool, later_system: bool) -> Conversation:
+    """Return what a request asks. With `later_system`, the model's template shows system messages after the first in
+    their place; else they become messages of the user.
+
+    Raises `InvalidRequestError` naming the field that can't be used.
+    """
+    tools = _Tools(request)
+    messages = _Messages(tools, later_system)
+    messages.add_system(request.system, keeps_billing_header)
+    last_question = max((at for at, one in enumerate(request.messages) if one.role == "user"), default=-1)
+    for number, message in enumerate(request.messages):
+        passed = message.clear_at == "next_user_message" and number < last_question
+        messages.add(message, f"messages[{number}]", shows_text=not passed)
+    if not messages.found:
+        raise InvalidRequestError("messages have no content", param="messages")
+    last = messages.found[-1]
+    continues = last["role"] == "assistant"
+    if continues and "tool_calls" in last:
+        raise InvalidRequestError(
+            "messages: the last message has a call without its result; add a message of the user with a tool_result",
+            param="messages",
+        )
+    thinking, config = request.thinking, request.output_config
+    effort = None if config is None or config.effort is None else _EFFORTS[config.effort]
+    return Conversation(
+        messages.rendered(),
+        TemplateOptions(continues),
+        tools=tools.use(request),
+        form=_form(request),
+        reasoning_effort=None if isinstance(thinking, ThinkingDisabled) else effort,
+        thinking_budget=thinking.budget_tokens if isinstance(thinking, ThinkingEnabled) else None,
+        thinks=None if thinking is None else not isinstance(thinking, ThinkingDisabled),
+    )
+
+
+def _form(request: CountTokensRequest) -> tuple[str, StructuredOutputs] | None:
+    """Return the form of the answer and the field that asks for it; `output_format` is the older name."""
+    config = request.output_config
+    if config is not None and config.format is not None:
+        return "output_config.format", StructuredOutputs(json=config.format.schema, strict=True)
+    if request.output_format is not None:
+        return "output_format", StructuredOutputs(json=request.output_format.schema, strict=True)
+    return None
+
+
+class _Tools:
+    """The tools of a request: all that were defined, and those that may be called at this point of the messages."""
+
+    def __init__(self, request: CountTokensRequest) -> None:
+        self._defined: dict[str, ToolFunction] = {}
+        self._shown: list[Tool] = []
+        self._callable: dict[str, None] = {}
+        for number, given in enumerate(request.tools or ()):
+            tool = _tool(given, f"tools[{number}]")
+            self._define(tool, f"tools[{number}]")
+            if not tool.defer_loading:
+                self._shown.append(Tool("function", self._defined[tool.name]))
+                self._callable[tool.name] = None
+
+    def add(self, name: str, where: str) -> str:
+        """Let a tool be called from here on; return the text that says so."""
+        function = self._defined.get(name)
+        if function is None:
+            raise InvalidRequestError(f"{where}: no tool is called {name[:100]!r}; define it in tools", param=where)
+        self._callable[name] = None
+        shown = {"name": name, "description": function.description, "input_schema": function.parameters}
+        return _ADDED + msgspec.json.encode({key: one for key, one in shown.items() if one is not None}).decode()
+
+    def define(self, given: dict[str, Any], where: str) -> str:
+        """Define a tool here, which may be called at once; return the text that says so."""
+        tool = _tool(given, where)
+        self._define(tool, where)
+        return self.add(tool.name, where)
+
+    def remove(self, name: str, where: str) -> str:
+        """Let a tool not be called any more; return the text that says so."""
+        if name not in self._defined:
+            raise InvalidRequestError(f"{where}: no tool is called {name[:100]!r}; define it in tools", param=where)
+        self._callable.pop(name, None)
+        return _REMOVED + name
+
+    def use(self, request: CountTokensRequest) -> ToolUse | None:
+        """Return how the answer may use tools. The template shows those that can be called from the start."""
+        chosen = request.tool_choice
+        choice: ToolChoice = "auto"
+        if isinstance(chosen, ToolChoiceNone):
+            choice = "none"
+        elif isinstance(chosen, ToolChoiceTool):
+            choice = NamedTool("function", NamedFunction(chosen.name))
+        elif isinstance(chosen, ToolChoiceAny):
+            choice = "required"
+        several = not getattr(chosen, "disable_parallel_tool_use", None)
+        tools = [Tool("function", self._defined[name]) for name in self._callable]
+        try:
+            found = tool_use(tools, choice, several=several)
+        except InvalidRequestError as error:
+            raise _renamed(error) from error
+        shown = tool_use(self._shown, "auto", several=True)
+        return None if found is None else dataclasses.replace(found, shown=[] if shown is None else shown.shown)
+
+    def _define(self, tool: ToolDefinition, where: str) -> None:
+        function = ToolFunction(tool.name, tool.description, tool.input_schema, tool.strict)
+        if self._defined.setdefault(tool.name, function) != function:
+            raise InvalidRequestError(
+                f"{where}.name: {tool.name!r} is the name of another tool too; give each a name of its own",
+                param=f"{where}.name",
+            )
+        try:
+            tool_use([Tool("function", function)], "auto", several=True)
+        except InvalidRequestError as error:
+            raise _renamed(error, where) from error
+
+
+def _renamed(error: InvalidRequestError, where: str = "tools[0]") -> InvalidRequestError:
+    """Return an error that names a field of Messages instead of chat's."""
+    names = {"tools[0].function.parameters": f"{where}.input_schema", "tools[0].function": where}
+    names["tool_choice.function.name"] = "tool_choice.name"
+    text, param = str(error), error.param
+    for name, own in names.items():
+        text, param = text.replace(name, own), param and param.replace(name, own)
+    return InvalidRequestError(text, param=param)
+
+
+def _tool(given: dict[str, Any], where: str) -> ToolDefinition:
+    kind = given.get("type")
+    if kind not in (None, "custom"):
+        raise InvalidRequestError(
+            f"{where}: {str(kind)[:60]!r} is a tool that Anthropic defines or runs, and this server has none; define a "
+            "tool of type custom with its input_schema",
+            param=f"{where}.type",
+        )
+    try:
+        return msgspec.convert(given, ToolDefinition)
+    except msgspec.ValidationError as error:
+        raise validation_error(str(error), where, fields=ToolDefinition.__struct_fields__) from error
+
+
+@dataclass
+class _Messages:
+    """The messages of a chat so far. Neighbours of the same role become one message, as many templates want them."""
+
+    tools: _Tools
+    later_system: bool
+    found: list[dict[str, Any]] = field(default_factory=list)
+    names: dict[str, str] = field(default_factory=dict)
+
+    def add_system(self, given: str | Sequence[TextPart] | None, keeps_billing_header: bool) -> None:
+        """Add the system prompt, without Claude Code's billing header."""
+        texts = [given] if isinstance(given, str) else [part.text for part in given or ()]
+        if texts and not keeps_billing_header and texts[0].startswith(BILLING_HEADER):
+            texts[0] = texts[0].partition("\n")[2].lstrip("\n")
+        self._add("system", [text for text in texts if text])
+
+    def add(self, message: MessageParam, where: str, *, shows_text: bool) -> None:
+        """Add a message. Without `shows_text`, only its changes of tools remain."""
+        parts = [TextPart(message.content)] if isinstance(message.content, str) else message.content
+        if message.output_config:
+            raise InvalidRequestError(
+                f"{where}.output_config is not supported: use output_config of the request",
+                param=f"{where}.output_config",
+            )
+        if message.role == "assistant":
+            self._add_answer(parts, where)
+            return
+        texts: list[str] = []
+        for number, part in enumerate(parts):
+            place = f"{where}.content[{number}]"
+            if isinstance(part, TextPart):
+                texts += [part.text] if shows_text and part.text else []
+            elif message.role == "system" and isinstance(part, ToolAdditionPart):
+                if isinstance(part.tool, InlineTool):
+                    texts.append(self.tools.define(part.tool.definition, f"{place}.tool.definition"))
+                else:
+                    texts.append(self.tools.add(part.tool.name, f"{place}.tool.name"))
+            elif message.role == "system" and isinstance(part, ToolRemovalPart):
+                texts.append(self.tools.remove(part.tool.name, f"{place}.tool.name"))
+            elif message.role == "user" and isinstance(part, ToolResultPart):
+                self._add(message.role, texts)
+                texts = []
+                self._add_result(part, place)
+            elif message.role == "user" and isinstance(part, ToolReferencePart):
+                texts.append(self.tools.add(part.tool_name, f"{place}.tool_name"))
+            else:
+                raise _refused(part, place, message.role)
+        self._add(message.role, texts)
+
+    def _add_answer(self, parts: Sequence[Any], where: str) -> None:
+        texts, thoughts, calls = [], [], []
+        for number, part in enumerate(parts):
+            if isinstance(part, TextPart):
+                texts.append(part.text)
+            elif isinstance(part, ThinkingPart):
+                thoughts.append(part.thinking)
+            elif isinstance(part, ToolUsePart):
+                self.names[part.id] = part.name
+                calls.append(
+                    {"id": part.id, "type": "function", "function": {"name": part.name, "arguments": part.input}}
+                )
+            elif not isinstance(part, RedactedThinkingPart):
+                raise _refused(part, f"{where}.content[{number}]", "assistant")
+        message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
+        if any(thoughts):
+            message["reasoning_content"] = "\n".join(filter(None, thoughts))
+        if calls:
+            message["tool_calls"] = calls
+        last = self.found[-1] if self.found else {}
+        if last.get("role") == "assistant":
+            last["content"] += message["content"]
+            for name in ("reasoning_content", "tool_calls"):
+                if name in message:
+                    last[name] = last[name] + message[name] if name in last else message[name]
+        elif len(message) > 2 or message["content"]:
+            self.found.append(message)
+
+    def _add_result(self, result: ToolResultPart, where: str) -> None:
+        texts = [result.content] if isinstance(result.content, str) else []
+        for number, part in enumerate([] if isinstance(result.content, str) else result.content or []):
+            place = f"{where}.content[{number}]"
+            if isinstance(part, TextPart):
+                texts.append(part.text)
+            elif isinstance(part, ToolReferencePart):
+                texts.append(self.tools.add(part.tool_name, f"{place}.tool_name"))
+            else:
+                raise _refused(part, place, "user")
+        text = "\n".join(texts)
+        if result.is_error and "error" not in text[:80].lower():
+            text = f"Error: {text}" if text else "Error"
+        message: dict[str, Any] = {"role": "tool", "tool_call_id": result.tool_use_id, "content": text}
+        if name := self.names.get(result.tool_use_id):
+            message["name"] = name
+        self.found.append(message)
+
+    def rendered(self) -> list[dict[str, Any]]:
+        """Return the messages, those of one text with that text as their content, as chat's clients send it."""
+        return [
+            {**message, "content": message["content"][0]["text"]}
+            if isinstance(message["content"], list) and len(message["content"]) == 1
+            else message
+            for message in self.found
+        ]
+
+    def _add(self, role: str, texts: Sequence[str]) -> None:
+        if not texts:
+            return
+        if role == "system" and self.found and not self.later_system:
+            role, texts = "user", [f"<system>\n{text}\n</system>" for text in texts]
+        parts = [{"type": "text", "text": text} for text in texts]
+        last = self.found[-1] if self.found else {}
+        if last.get("role") == role == "user":
+            last["content"] += parts
+        else:
+            self.found.append({"role": role, "content": parts})
+
+
+_KINDS: Mapping[str, str] = {"image": "images", "document": "documents", "search_result": "search results"}
+
+
+def _refused(part: msgspec.Struct, where: str, role: str) -> InvalidRequestError:
+    kind = str(part.__struct_config__.tag)
+    if kind in _KINDS:
+        return InvalidRequestError(
+            f"{where} has type {kind!r}: {_KINDS[kind]} are not supported; leave them out, or describe them in a text",
+            param=where,
+        )
+    return InvalidRequestError(f"{where} has type {kind!r}: a message of the {role} has no such blocks", param=where)
