@@ -1,4 +1,4 @@
-"""Random request bodies: the response is never a 500, errors have OpenAI's form, and nothing keeps running."""
+"""Random request bodies: the response is never a 500, errors have the form of their API, and nothing keeps running."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
+from jaxserve.server.anthropic.protocol import MessagesRequest
 from jaxserve.server.openai.protocol import ChatRequest, CompletionRequest
 from tests.selection import examples
 from tests.server.conftest import over_asgi
@@ -28,9 +29,18 @@ MESSAGE = st.fixed_dictionaries(
     {"role": st.sampled_from(["user", "assistant", "system", "developer", "tool"]) | JSON},
     optional={"content": st.text(max_size=30) | JSON, "name": JSON, "tool_calls": JSON},
 )
+BLOCK = st.fixed_dictionaries(
+    {"type": st.sampled_from(["text", "thinking", "tool_use", "tool_result", "tool_reference", "image"]) | JSON},
+    optional={name: st.text(max_size=5) | JSON for name in ("text", "thinking", "id", "name", "content", "tool_use_id")}
+    | {"input": st.dictionaries(st.text(max_size=3), JSON, max_size=2), "is_error": st.booleans()},
+)
+BLOCKS = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "assistant", "system"]), "content": st.lists(BLOCK, max_size=3)}
+)
 SENSIBLE: dict[str, st.SearchStrategy[Any]] = {
     "prompt": st.text(max_size=30) | st.lists(st.integers(-1, 260), max_size=5) | st.lists(st.text(), max_size=3),
-    "messages": st.lists(MESSAGE, max_size=3),
+    "messages": st.lists(MESSAGE | BLOCKS, max_size=3),
+    "max_tokens": st.integers(0, 9),
     "stream": st.booleans(),
     "echo": st.booleans(),
     "stop": st.lists(st.text(max_size=3), max_size=3) | st.text(max_size=3),
@@ -42,16 +52,22 @@ SENSIBLE: dict[str, st.SearchStrategy[Any]] = {
 }
 
 
-def bodies(fields: tuple[str, ...], required: str) -> st.SearchStrategy[dict[str, Any]]:
+def bodies(fields: tuple[str, ...], *required: str) -> st.SearchStrategy[dict[str, Any]]:
     values = {name: SENSIBLE.get(name, NUMBER) | JSON for name in fields}
     some = st.lists(st.sampled_from(fields), max_size=5, unique=True).flatmap(
         lambda names: st.fixed_dictionaries({name: values[name] for name in names})
     )
-    return st.tuples(st.fixed_dictionaries({required: SENSIBLE[required]}), some).map(lambda pair: pair[0] | pair[1])
+    always = st.fixed_dictionaries({name: SENSIBLE[name] for name in required})
+    return st.tuples(always, some).map(lambda pair: pair[0] | pair[1])
 
 
-REQUESTS = st.tuples(st.just("/v1/completions"), bodies(CompletionRequest.__struct_fields__, "prompt")) | st.tuples(
-    st.just("/v1/chat/completions"), bodies(ChatRequest.__struct_fields__, "messages")
+REQUESTS = st.one_of(
+    st.tuples(st.just(path), bodies(kind.__struct_fields__, *required))
+    for path, kind, *required in (
+        ("/v1/completions", CompletionRequest, "prompt"),
+        ("/v1/chat/completions", ChatRequest, "messages"),
+        ("/v1/messages", MessagesRequest, "messages", "max_tokens"),
+    )
 )
 
 
@@ -61,10 +77,10 @@ def check(path: str, body: bytes) -> None:
             response = await server.http.post(path, content=body)
             assert response.status_code in (200, 400, 404), response.text
             if response.status_code != 200:
-                assert set(response.json()) == {"error"}
+                assert set(response.json()) - {"type"} == {"error"}
                 assert response.json()["error"]["message"]
             elif "event-stream" in response.headers["content-type"]:
-                assert response.text.endswith("data: [DONE]\n\n")
+                assert response.text.endswith(("data: [DONE]\n\n", 'data: {"type":"message_stop"}\n\n'))
             assert server.engine.num_running == 0
             assert server.state.num_open_requests == 0
 
@@ -79,7 +95,20 @@ def test_any_values_in_any_fields(request_: tuple[str, dict[str, Any]]):
 
 
 @settings(max_examples=examples(100), derandomize=True)
-@given(st.sampled_from(["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/abort_request"]), JSON)
+@given(
+    st.sampled_from(
+        [
+            "/v1/completions",
+            "/v1/chat/completions",
+            "/v1/messages",
+            "/v1/messages/count_tokens",
+            "/tokenize",
+            "/detokenize",
+            "/abort_request",
+        ]
+    ),
+    JSON,
+)
 def test_any_json(path: str, body: Any):
     check(path, json.dumps(body).encode())
 

@@ -93,7 +93,7 @@ def validation_error(
         return InvalidRequestError(f"Unknown field {full!r}{advice}", param=full)
     if not path:
         return InvalidRequestError(f"The body must be a JSON object: {message}")
-    got = "" if ", got" in message or message.startswith("Invalid value") else _got(body, path)
+    got = "" if ", got" in message or message.startswith(("Invalid value", "Invalid enum")) else _got(body, path)
     return InvalidRequestError(f"{path}: {message[0].lower()}{message[1:].replace(' | null', '')}{got}", param=path)
 
 

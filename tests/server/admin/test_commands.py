@@ -13,6 +13,7 @@ import pytest
 from jaxserve.config.schema import EngineConfig
 from jaxserve.engine.client import EngineClient
 from jaxserve.server.admin.profile import StartProfileRequest
+from jaxserve.server.anthropic.protocol import MessagesRequest
 from jaxserve.server.openai.protocol import CompletionRequest
 from jaxserve.server.sglang import tokenize
 from jaxserve.server.sglang.generate_protocol import GenerateRequest, GenerateSampling
@@ -32,13 +33,18 @@ FIELDS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("/detokenize", {}, ("tokens",)),
     ("/tokenize", {"prompt": "a"}, tokenize.TokenizeRequest.__struct_fields__),
     ("/v1/completions", {"prompt": [5], "max_tokens": 2}, CompletionRequest.__struct_fields__),
+    (
+        "/v1/messages",
+        {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2},
+        MessagesRequest.__struct_fields__,
+    ),
     ("/generate", {"input_ids": [5]}, GenerateRequest.__struct_fields__),
 ]
 
 # This engine follows no grammars.
 STRUCTURED = {
     *("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_grammar", "guided_choice"),
-    *("json_schema", "regex", "ebnf", "structural_tag"),
+    *("json_schema", "regex", "ebnf", "structural_tag", "output_config", "output_format"),
 }
 
 

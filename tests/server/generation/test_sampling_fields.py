@@ -9,14 +9,21 @@ from jaxserve.api_types import SHARED_OPTIONS, SamplingParams
 from jaxserve.cli.bench.serve_flags import serve_parser
 from jaxserve.cli.generate import parser
 from jaxserve.errors import InvalidRequestError
+from jaxserve.server.anthropic.protocol import MessagesRequest
 from jaxserve.server.openai.protocol import ChatRequest, CompletionRequest
 from jaxserve.server.sglang.generate_protocol import GenerateSampling
 
 
 @pytest.mark.parametrize("name", SHARED_OPTIONS)
-@pytest.mark.parametrize("kind", [CompletionRequest, ChatRequest, GenerateSampling])
+@pytest.mark.parametrize("kind", [CompletionRequest, ChatRequest, MessagesRequest, GenerateSampling])
 def test_a_request_has_the_option_with_its_bounds(kind: type[msgspec.Struct], name: str):
-    needed = {"prompt": "a"} if kind is CompletionRequest else {"messages": []} if kind is ChatRequest else {}
+    messages = [{"role": "user", "content": "a"}]
+    needed = {
+        CompletionRequest: {"prompt": "a"},
+        ChatRequest: {"messages": messages},
+        MessagesRequest: {"messages": messages, "max_tokens": 1},
+        GenerateSampling: {},
+    }[kind]
     for value in (-3, 1000):
         try:
             SamplingParams(**{name: value})
