@@ -41,6 +41,8 @@ from jaxserve.model_source import resolve
 from jaxserve.observability import log
 from jaxserve.server.lifecycle import serve
 from jaxserve.server.server_state import LoadedModel
+from jaxserve.text.answers.formats import choose_formats
+from jaxserve.text.grammars.checking import GrammarChecker
 from jaxserve.text.template_process import TemplateProcess
 from jaxserve.text.tokenizers.tokenizer import Tokenizer, load_tokenizer
 
@@ -61,15 +63,18 @@ class StreamLoad:
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
-_CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+_CHAT, _COMPLETIONS, _MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
+_ENDS = (b"data: [DONE]\n\n", b'data: {"type":"message_stop"}\n\n')
 _STOPS = {"stop": ["\n\nQuestion:", "###", "<end>"]}
 LOADS = (
     StreamLoad("completions", _COMPLETIONS, 64, 31.25),
     StreamLoad("chat", _CHAT, 64, 31.25),
+    StreamLoad("messages", _MESSAGES, 64, 31.25),
     StreamLoad("chat, stop strings", _CHAT, 64, 31.25, _STOPS),
     StreamLoad("chat, 5 logprobs", _CHAT, 64, 31.25, {"logprobs": True, "top_logprobs": 5}),
     StreamLoad("completions", _COMPLETIONS, 256, 30.0),
     StreamLoad("chat", _CHAT, 256, 30.0),
+    StreamLoad("messages", _MESSAGES, 256, 30.0),
     StreamLoad("chat, a fast engine", _CHAT, 256, 200.0),
 )
 
@@ -82,7 +87,8 @@ async def load_tokenizer_only(engine_config: EngineConfig, server_config: Server
     tokenizer = load_tokenizer(resolve(engine_config.model))
     template = tokenizer.chat_template or ""
     engine = await EngineClient.launch(engine_config, module="benchmarks.paced_engine")
-    return LoadedModel(engine, tokenizer, TemplateProcess(template, tokenizer.special_tokens), template)
+    prompts = TemplateProcess(template, tokenizer.special_tokens)
+    return LoadedModel(engine, tokenizer, prompts, template, GrammarChecker(tokenizer), choose_formats(template))
 
 
 class StreamReader(asyncio.Protocol):
@@ -110,7 +116,7 @@ class StreamReader(asyncio.Protocol):
     def token_times(self) -> tuple[str, list[float]]:
         """Return the response's id and the arrival time of each token. Raises `SystemExit` for an incomplete answer."""
         body = b"".join(data for _, data in self.pieces)
-        if not body.startswith(b"HTTP/1.1 200") or body.count(b"data: [DONE]\n\n") != 1:
+        if not body.startswith(b"HTTP/1.1 200") or sum(map(body.count, _ENDS)) != 1:
             sys.exit(f"a stream did not end well: {body[:300]!r} … {body[-300:]!r}")
         ends: list[int] = []
         for _, data in self.pieces:
@@ -119,12 +125,16 @@ class StreamReader(asyncio.Protocol):
         response_id = ""
         for event in re.finditer(rb"data: (\{.*\})\n\n", body):
             chunk = json.loads(event[1])
-            response_id = chunk["id"]
+            response_id = chunk.get("id") or chunk.get("message", {}).get("id") or response_id
             when = self.pieces[bisect.bisect_left(ends, event.end())][0]
-            for choice in chunk["choices"]:
-                text = choice["text"] if "text" in choice else choice["delta"].get("content") or ""
-                times += [when] * (len(text) // TOKEN_BYTES)
+            times += [when] * (sum(map(len, _texts(chunk))) // TOKEN_BYTES)
         return response_id, times
+
+
+def _texts(event: dict[str, Any]) -> Iterator[str]:
+    """Yield the texts of an event of any route."""
+    for choice in event.get("choices", (event,)):
+        yield choice.get("text") or choice.get("delta", {}).get("content") or choice.get("delta", {}).get("text") or ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,13 +156,14 @@ class CpuUsage:
 async def read_streams(port: int, pid: int, load: StreamLoad, seconds: float) -> dict[str, Any]:
     """Read all streams to their end and measure the server for `seconds` while all of them run."""
     max_tokens = int(load.rate * (seconds + 3 * SETTLE))
-    body: dict[str, Any] = {"model": MODEL, "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
-    body |= {"stream_options": {"include_usage": True}} | load.options
+    body: dict[str, Any] = {"model": MODEL, "max_tokens": max_tokens, "stream": True} | load.options
+    if load.route != _MESSAGES:
+        body |= {"ignore_eos": True, "stream_options": {"include_usage": True}}
     readers: list[StreamReader] = []
     loop = asyncio.get_running_loop()
     for number in range(load.streams):
         text = f"{number}: {3 * WORDS}"
-        body |= {"messages": [{"role": "user", "content": text}]} if load.route == _CHAT else {"prompt": text}
+        body |= {"messages": [{"role": "user", "content": text}]} if load.route != _COMPLETIONS else {"prompt": text}
         content = json.dumps(body).encode()
         head = f"POST {load.route} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
         message = head.encode() + b"Content-Length: %d\r\n\r\n" % len(content) + content
@@ -181,11 +192,12 @@ async def read_streams(port: int, pid: int, load: StreamLoad, seconds: float) ->
 
 def round_figures(result: dict[str, Any], steps: dict[str, Any]) -> dict[str, float]:
     """Return the figures of one round from the client's arrival times and the engine's sending times."""
-    sent, first_step = steps["sent"], steps["first_step"]
+    # An engine's request is named after its response, with three numbers behind
+    sent, first_step = steps["sent"], {name.rsplit("-", 3)[0]: at for name, at in steps["first_step"].items()}
     start, end = result["window"]
     added: list[float] = []
     for response_id, times in result["streams"]:
-        first = first_step[f"{response_id}-0-0"]
+        first = first_step[response_id]
         for when, left in zip(times, sent[first:]):
             if start <= left < end:
                 added.append(when - left)
@@ -225,10 +237,10 @@ def server(folder: Path, port: int) -> Iterator[int]:
 
 def token_ids(tokenizer: Tokenizer) -> list[int]:
     """Return the ids of words of four letters with a leading space: the usual length of an English token."""
-    assert tokenizer.pieces is not None
+    assert tokenizer.byte_table is not None
     found = []
     for token in range(tokenizer.vocab_size):
-        piece = tokenizer.pieces[token]
+        piece = tokenizer.byte_table[token]
         if len(piece) == TOKEN_BYTES and piece[:1] == b" " and piece[1:].isalpha() and piece.isascii():
             found.append(token)
     return found

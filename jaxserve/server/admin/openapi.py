@@ -58,7 +58,7 @@ def openapi_document(operations: Sequence[Operation], state: ServerState) -> byt
         "info": {
             "title": "jaxserve",
             "version": jaxserve.__version__,
-            "description": "OpenAI's completions and chat, and routes to run the server.",
+            "description": "OpenAI's completions and chat, Anthropic's messages, and routes to run the server.",
         },
         "paths": paths,
         "components": {"schemas": components},

@@ -71,6 +71,8 @@ class MessageShape(ResponseShape):
 
     def event(self, choice: ResponseChoice, delta: OutputDelta, parts: Sequence[AnswerPart]) -> bytes:
         """Return the events of what is new: beginnings, pieces and ends of blocks."""
+        if self._block == ("content", 0) and len(parts) == 1 and parts[0].kind == "content" and not delta.finish_reason:
+            return self._text_begins + _encode(parts[0].text) + b"}}\n\n"  # nearly always
         found = b""
         if not self._started:
             self._started = True
