@@ -131,6 +131,21 @@ def test_a_third_hangs_up_and_nothing_leaks(server: ServerProcess) -> None:
     rng = random.Random(0)
     form = {"json": {"type": "array", "items": {"enum": ["one", "two", 3]}, "minItems": 2}}
 
+    async def message(http: httpx.AsyncClient, index: int) -> int:
+        text = " ".join(str(rng.randrange(1000)) for _ in range(rng.randrange(1, 80)))
+        body = {"messages": [{"role": "user", "content": text}], "max_tokens": rng.randrange(2, 60), "stream": True}
+        if index % 4 == 1:
+            body |= {"tools": [{"name": "f", "input_schema": {"type": "object"}}]}
+            body |= {"tool_choice": {"type": "any"}}
+        events = 0
+        async with http.stream("POST", "/v1/messages", json=body) as response:
+            assert response.status_code == 200
+            async for line in response.aiter_lines():
+                events += line.startswith("data: ")
+                if events and index % 3 == 0:
+                    break
+        return events
+
     async def one(client: openai.AsyncOpenAI, index: int) -> int:
         prompt = [rng.randrange(100, 40000) for _ in range(rng.randrange(1, 300))]
         stream = await client.completions.create(
@@ -150,8 +165,14 @@ def test_a_third_hangs_up_and_nothing_leaks(server: ServerProcess) -> None:
         return events
 
     async def crowd() -> list[int]:
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=300) as client:
-            return await asyncio.gather(*(one(client, index) for index in range(examples(64, 15))))
+        async with (
+            openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=300) as client,
+            httpx.AsyncClient(base_url=server.url, timeout=300) as http,
+        ):
+            indexes = range(examples(64, 16))
+            return await asyncio.gather(
+                *(message(http, index) if index // 2 % 2 else one(client, index) for index in indexes)
+            )
 
     assert all(asyncio.run(crowd()))
     # The last hang-ups are under way when the crowd has gone: ask until they have arrived.
