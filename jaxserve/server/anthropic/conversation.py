@@ -79,6 +79,10 @@ def conversation(request: CountTokensRequest, *, keeps_billing_header: bool, lat
             "messages: the last message has a call without its result; add a message of the user with a tool_result",
             param="messages",
         )
+    if continues and not last["content"]:
+        raise InvalidRequestError(
+            "messages: the last message of the assistant has no text that could be continued", param="messages"
+        )
     thinking, config = request.thinking, request.output_config
     effort = None if config is None or config.effort is None else _EFFORTS[config.effort]
     return Conversation(

@@ -16,6 +16,8 @@ from jaxserve.server.generation.prompts import LONG, TextEncoder, run_off_event_
 from jaxserve.server.http.decoding import validation_error
 from jaxserve.server.server_state import LoadedModel, ServerState
 
+# Names of an answer's reasoning: vLLM's and SGLang's, OpenRouter's, gpt-oss'.
+_REASONING = ("reasoning_content", "reasoning", "thinking")
 RESERVED_ARGUMENTS = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
 
 
@@ -169,7 +171,29 @@ def _prepare(number: int, given: dict[str, Any], source: str) -> dict[str, Any]:
         prepared["tool_calls"] = [_call(call) for call in message.tool_calls]
     else:
         prepared.pop("tool_calls", None)
-    return prepared
+    return _with_reasoning(prepared, source) if role == "assistant" else prepared
+
+
+@functools.lru_cache(4)
+def _reasoning_names(source: str) -> tuple[str, ...]:
+    """Return the names under which a template reads the reasoning of a message."""
+    read = set(re.findall(rf"[.'\"]({'|'.join(_REASONING)})\b", source))
+    return tuple(name for name in _REASONING if name in read)
+
+
+def _with_reasoning(message: dict[str, Any], source: str) -> dict[str, Any]:
+    """Return an answer with its reasoning under the name that the template reads.
+
+    gpt-oss' template shows the content beside calls as reasoning, and takes no other then.
+    """
+    names = _reasoning_names(source)
+    given = next((message[name] for name in _REASONING if isinstance(message.get(name), str)), "")
+    if not given or not names or any(name in message for name in names):
+        return message
+    content = message["content"]
+    if names[0] == "thinking" and "tool_calls" in message and isinstance(content, str) and content:
+        return {**message, "content": "", names[0]: f"{given}\n\n{content}"}
+    return {**message, names[0]: given}
 
 
 def _call(call: MessageCall) -> dict[str, Any]:
