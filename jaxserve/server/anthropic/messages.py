@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from jaxserve.errors import InvalidRequestError
 from jaxserve.server.anthropic.conversation import conversation
 from jaxserve.server.anthropic.events import MessageShape
 from jaxserve.server.anthropic.protocol import CountTokensRequest, MessagesRequest
 from jaxserve.server.anthropic.responses import TokenCount
-from jaxserve.server.errors import ContextLengthError
+from jaxserve.server.errors import ContextLengthError, HttpError
 from jaxserve.server.generation.chat_messages import shows_later_system
 from jaxserve.server.generation.conversation import Conversation, count_prompt, prepare_answer
 from jaxserve.server.generation.engine_requests import engine_requests
@@ -16,6 +18,20 @@ from jaxserve.server.generation.sampling_fields import sampling_params
 from jaxserve.server.http.exchange import HttpExchange
 from jaxserve.server.http.fields import refuse_unsupported_fields
 from jaxserve.server.server_state import LoadedModel, ServerState
+
+
+class ThreadUnsupportedError(HttpError):
+    """The request asks the server to hold the conversation. By `details`, clients know to send it without `thread`."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            400, "thread is not supported: leave it out, and send the whole conversation as messages", param="thread"
+        )
+
+    def messages_body(self) -> dict[str, Any]:
+        body = super().messages_body()
+        body["error"]["details"] = {"error_code": "thread_unsupported_request"}
+        return body
 
 
 async def messages(state: ServerState, exchange: HttpExchange, request: MessagesRequest) -> None:
@@ -67,6 +83,8 @@ async def count_tokens(state: ServerState, exchange: HttpExchange, request: Coun
 
 
 async def _conversation(state: ServerState, loaded: LoadedModel, request: CountTokensRequest) -> Conversation:
+    if request.thread is not None:
+        raise ThreadUnsupportedError
     refuse_unsupported_fields(request)
     return conversation(
         request,
