@@ -358,6 +358,12 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         str | None,
         Meta(description="how the model marks reasoning, such as deepseek_r1; default: its template says"),
     ] = None
+    default_thinking_budget: Annotated[
+        int,
+        Meta(
+            description="tokens of reasoning after which the answer must follow, for chats that name none; -1: no bound"
+        ),
+    ] = -1
     max_body_bytes: Annotated[int, Meta(description="maximum size of a request body; larger ones are answered 413")] = (
         16 * 2**20
     )
