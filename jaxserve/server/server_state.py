@@ -73,7 +73,7 @@ class LoadedModel:
     template_source: str
     grammars: GrammarChecker
     formats: AnswerFormats
-    template_facts: dict[str, bool] = field(default_factory=dict)
+    template_facts: dict[str, Any] = field(default_factory=dict)
     _said: set[str] = field(default_factory=set)
 
     @functools.cached_property
@@ -83,15 +83,21 @@ class LoadedModel:
 
         return EscapedMarks(self.tokenizer)
 
-    @functools.cached_property
-    def thought_marks(self) -> ThoughtMarks | None:
-        """The texts around reasoning in the model's tokens, if it reasons."""
-        from jaxserve.text.answers.thought_marks import thought_marks
+    def thought_marks(self, written_end: str) -> ThoughtMarks | None:
+        """Return the texts around reasoning in the model's tokens, if it reasons; its template ends it as given.
 
+        The first time, this takes up to a second.
+        """
         if self.formats.reasoning is None:
             return None
-        shows = self.formats.shows_special_tokens(self.tokenizer)
-        return thought_marks(self.formats.reasoning, self.tokenizer, shows_special_tokens=shows)
+        if "thought_marks" not in self.template_facts:
+            from jaxserve.text.answers.thought_marks import thought_marks
+
+            shows = self.formats.shows_special_tokens(self.tokenizer)
+            made = thought_marks(self.formats.reasoning, self.tokenizer, written_end, shows_special_tokens=shows)
+            self.template_facts["thought_marks"] = made
+        found: ThoughtMarks = self.template_facts["thought_marks"]
+        return found
 
     def say_once(self, text: str) -> None:
         """Log a line, unless this server has logged it already."""

@@ -101,13 +101,36 @@ async def shows_later_system(loaded: LoadedModel) -> bool:
         texts = ("jaxserve-first", "jaxserve-answer", "jaxserve-second", "jaxserve-probe")
         roles = ("user", "assistant", "user", "system")
         probe = [{"role": role, "content": text} for role, text in zip(roles, texts)]
-        try:
-            shown = await loaded.chat_template.render([{"role": "system", "content": "x"}, *probe])
-        except InvalidRequestError:
-            shown = ""
+        shown = await _try(loaded, [{"role": "system", "content": "x"}, *probe])
         places = [shown.find(text) for text in texts]
         facts["later_system"] = places[0] > -1 and places == sorted(places)
-    return facts["later_system"]
+    found: bool = facts["later_system"]
+    return found
+
+
+async def reasoning_end(loaded: LoadedModel) -> str:
+    """Return what the model's template writes between reasoning and content: a mark that ends reasoning, and blanks.
+
+    Without a template that shows reasoning, it is the mark alone, or "" for a model that has none.
+    """
+    marks, facts = loaded.formats.thinking, loaded.template_facts
+    if "reasoning_end" not in facts:
+        thought, content = "jaxserve-thought", "jaxserve-content"
+        answer = {"role": "assistant", "content": content, **dict.fromkeys(_REASONING, thought)}
+        shown = await _try(loaded, [{"role": "user", "content": "x"}, answer])
+        before, _, after = shown.rpartition(content)[0].rpartition(thought)
+        ends = () if marks is None else marks.ends
+        facts["reasoning_end"] = after if before and after.strip() in ends else ends[0] if ends else ""
+    found: str = facts["reasoning_end"]
+    return found
+
+
+async def _try(loaded: LoadedModel, messages: list[dict[str, Any]]) -> str:
+    """Return the prompt of messages, or "" if the template refuses them."""
+    try:
+        return await loaded.chat_template.render(messages, add_generation_prompt=False)
+    except InvalidRequestError:
+        return ""
 
 
 def text_of(message: dict[str, Any]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxserve.api_types import StructuredOutputs, ThinkingBudget
 from jaxserve.errors import InvalidRequestError
@@ -12,6 +12,7 @@ from jaxserve.server.generation.answers import AnswerPlan, Place, answer_grammar
 from jaxserve.server.generation.chat_messages import (
     ChatOptions,
     RenderedPrompt,
+    reasoning_end,
     render_prompt,
     switches_thinking,
     text_of,
@@ -56,19 +57,18 @@ class PreparedAnswer:
     thinking: ThinkingBudget | None = None
 
 
-async def _render(state: ServerState, loaded: LoadedModel, asked: Conversation) -> RenderedPrompt:
-    tools = None if asked.tools is None else asked.tools.shown
-    effort = asked.reasoning_effort
-    return await render_prompt(state, loaded, asked.messages, asked.options, tools, effort, asked.thinks)
-
-
 async def count_prompt(state: ServerState, loaded: LoadedModel, asked: Conversation) -> int:
     """Return the number of tokens of the prompt, which may be longer than the context."""
-    prompt = await _render(state, loaded, asked)
+    begun = await _begin(state, loaded, asked)
     (ids,) = await encode_texts(
-        state, loaded, [prompt.written], add_special_tokens=False, param=None, encoder=prompt.encoder
+        state,
+        loaded,
+        [begun.prompt.written],
+        add_special_tokens=asked.add_special_tokens,
+        param=None,
+        encoder=begun.prompt.encoder,
     )
-    return len(ids)
+    return len(ids) + len(begun.closing)
 
 
 async def prepare_answer(state: ServerState, loaded: LoadedModel, asked: Conversation) -> PreparedAnswer:
@@ -77,18 +77,7 @@ async def prepare_answer(state: ServerState, loaded: LoadedModel, asked: Convers
     Raises `InvalidRequestError` for what the template or a grammar can't express, and for a prompt that is too long.
     """
     tools = asked.tools
-    prompt = await _render(state, loaded, asked)
-    place = place_in_reasoning(
-        loaded.formats.thinking,
-        prompt.text,
-        text_of(asked.messages[-1]),
-        continues=bool(asked.options.continue_final_message),
-    )
-    budget = _thinking_budget(state, asked)
-    marks = None if budget < 0 else await _thought_marks(state, loaded)
-    ends_at_once = marks is not None and budget == 0 and place is Place.INSIDE
-    if ends_at_once:
-        place = Place.AFTER
+    prompt, place, closing, thinking = await _begin(state, loaded, asked)
     grammar = await _compile_grammar(state, loaded, tools, asked.form, place)
     (ids,) = await encode_texts(
         state,
@@ -98,11 +87,7 @@ async def prepare_answer(state: ServerState, loaded: LoadedModel, asked: Convers
         param="messages",
         encoder=prompt.encoder,
     )
-    thinking = None
-    if marks is not None and ends_at_once:
-        ids = [*ids, *marks.closings[0]]
-    elif marks is not None:
-        thinking = marks.budget(budget, inside=place is Place.INSIDE)
+    ids += closing
     check_prompt(ids, loaded.engine.info, param="messages")
     plan = plan_answer(
         loaded,
@@ -115,6 +100,34 @@ async def prepare_answer(state: ServerState, loaded: LoadedModel, asked: Convers
     return PreparedAnswer(ids, grammar, plan, thinking)
 
 
+class _Beginning(NamedTuple):
+    """A prompt and how an answer to it begins: its place in the reasoning, the tokens after the prompt that end
+    reasoning at once, and the bound of reasoning."""
+
+    prompt: RenderedPrompt
+    place: Place
+    closing: tuple[int, ...] = ()
+    thinking: ThinkingBudget | None = None
+
+
+async def _begin(state: ServerState, loaded: LoadedModel, asked: Conversation) -> _Beginning:
+    tools, effort = None if asked.tools is None else asked.tools.shown, asked.reasoning_effort
+    prompt = await render_prompt(state, loaded, asked.messages, asked.options, tools, effort, asked.thinks)
+    place = place_in_reasoning(
+        loaded.formats.thinking,
+        prompt.text,
+        text_of(asked.messages[-1]),
+        continues=bool(asked.options.continue_final_message),
+    )
+    budget = _thinking_budget(state, asked)
+    marks = None if budget < 0 else await _thought_marks(state, loaded)
+    if marks is None:
+        return _Beginning(prompt, place)
+    if budget == 0 and place is Place.INSIDE:
+        return _Beginning(prompt, Place.AFTER, marks.closings[0], marks.budget(0, inside=False))
+    return _Beginning(prompt, place, (), marks.budget(budget, inside=place is Place.INSIDE))
+
+
 def _thinking_budget(state: ServerState, asked: Conversation) -> int:
     """Return how many tokens of reasoning an answer may have; -1 is no bound."""
     if asked.thinks is False and not switches_thinking(asked.options):
@@ -123,11 +136,12 @@ def _thinking_budget(state: ServerState, asked: Conversation) -> int:
 
 
 async def _thought_marks(state: ServerState, loaded: LoadedModel) -> ThoughtMarks | None:
-    """Return the marks of the model's reasoning, if it has any. The first time, they take up to a second."""
-    if loaded.formats.reasoning is None or "thought_marks" in vars(loaded):
-        return loaded.thought_marks
+    """Return the marks of the model's reasoning, if it has any."""
+    end = await reasoning_end(loaded)
+    if loaded.formats.reasoning is None or "thought_marks" in loaded.template_facts:
+        return loaded.thought_marks(end)
     # One at a time, so that they are made once
-    return await asyncio.get_running_loop().run_in_executor(state.large_tokenizer_threads, lambda: loaded.thought_marks)
+    return await asyncio.get_running_loop().run_in_executor(state.large_tokenizer_threads, loaded.thought_marks, end)
 
 
 async def _compile_grammar(

@@ -45,8 +45,13 @@ class ThoughtMarks:
         )
 
 
-def thought_marks(format: ReasoningFormat, tokenizer: Tokenizer, *, shows_special_tokens: bool) -> ThoughtMarks:
+def thought_marks(
+    format: ReasoningFormat, tokenizer: Tokenizer, written_end: str = "", *, shows_special_tokens: bool
+) -> ThoughtMarks:
     """Return the marks of a model's reasoning. The interpreter lock is held for about 5 us a token of the vocabulary.
+
+    Reasoning that is cut off ends with `written_end`, as the model's template writes it: a mark and the blanks around
+    it.
 
     Special tokens that texts of answers don't show have no bytes there.
     In channels, reasoning that is cut off is followed by the beginning of another message. If that is reasoning again,
@@ -60,7 +65,7 @@ def thought_marks(format: ReasoningFormat, tokenizer: Tokenizer, *, shows_specia
         closings = [next_message, f"{next_message}{CHANNEL}final{MESSAGE}"]
     else:
         begins, ends = format.marks
-        closings = [ends[0]]
+        closings = [written_end or ends[0]]
     tokens = tokens_of(tokenizer).tokens
     if not shows_special_tokens:
         tokens = [b"" if index in tokenizer.skipped_ids else token for index, token in enumerate(tokens)]

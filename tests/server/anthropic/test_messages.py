@@ -19,6 +19,7 @@ from jaxserve.server.anthropic.protocol import CountTokensRequest
 from jaxserve.server.generation.chat_messages import shows_later_system
 from tests.server.conftest import ServerUnderTest, make_state, over_asgi
 from tests.server.openai.test_tools import CALL, REASONS, SCHEMA, THINKS, writes
+from tests.server.test_cached_turns import TEMPLATE as SHOWS_REASONING
 from tests.server.tiny import TEMPLATE
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -333,6 +334,32 @@ async def test_a_template_that_moves_or_refuses_later_system_messages_gets_them_
             "content": [{"type": "text", "text": "hello"}, {"type": "text", "text": "<system>\nnote\n</system>"}],
         }
     ]
+
+
+@pytest.mark.parametrize(
+    ("template", "thinking", "end", "budget"),
+    [
+        (THINKS, {"type": "disabled"}, "assistant: <think>\n\n</think>\n\n", (0, False)),
+        (THINKS, {"type": "adaptive"}, "assistant: ", None),
+        (REASONS, {"type": "adaptive"}, "hello:<think>", None),
+        (REASONS, {"type": "enabled", "budget_tokens": 7}, "hello:<think>", (7, True)),
+        (REASONS, {"type": "enabled", "budget_tokens": 0}, "hello:<think></think>", (0, False)),
+        (REASONS, {"type": "disabled"}, "hello:<think></think>", (0, False)),
+        (SHOWS_REASONING, {"type": "disabled"}, "<think>\n\n</think>\n\n", (0, False)),
+        (SHOWS_REASONING, None, "<think>\n", None),
+        (TEMPLATE, {"type": "enabled", "budget_tokens": 1024}, "assistant\n", None),
+    ],
+)
+async def test_thinking_is_bounded_as_the_template_writes_it(
+    template: str, thinking: Any, end: str, budget: tuple[int, bool] | None
+):
+    async with over_asgi(template) as server:
+        prompt = await prompt_of(server, thinking=thinking)
+        assert prompt.endswith(end)
+        sent = server.engine.submitted[-1].thinking
+        counted = await server.http.post("/v1/messages/count_tokens", json={"messages": HELLO, "thinking": thinking})
+        assert counted.json()["input_tokens"] == len(server.engine.submitted[-1].prompt_ids)
+    assert (None if sent is None else (sent.num_tokens, sent.inside)) == budget
 
 
 async def test_the_last_message_of_the_assistant_is_continued():

@@ -200,7 +200,7 @@ def _is_one_of(value: Any, values: list[Any]) -> bool:
 async def test_the_first_requests_with_a_budget_share_the_marks():
     async with over_asgi(template=REASONS, engine=writes("x")) as server:
         loaded = server.state.require_loaded()
-        assert "thought_marks" not in vars(loaded)
+        assert "thought_marks" not in loaded.template_facts
         for _ in range(2):
             await ask(server, messages=HELLO, thinking_token_budget=9)
         first, second = (request.thinking for request in server.engine.submitted)
