@@ -15,7 +15,7 @@ import pytest
 from jaxserve.api_types import EngineRequest
 from tests.server.conftest import ServerUnderTest, over_asgi, over_socket
 from tests.server.openai.test_tools import CALL, REASONS, SCHEMA, THINKS, writes
-from tests.server.tiny import END_ID, tiny_tokenizer
+from tests.server.tiny import END_ID, TEMPLATE, tiny_tokenizer
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 WEATHER: Any = {"name": "weather", "description": "Says it.", "input_schema": SCHEMA}
@@ -301,6 +301,34 @@ async def test_a_tool_loop_of_several_turns():
     assert "assistant: (First.) I look." in third
     assert third.count("no net") == 3
     assert third.count("Error: no net") == 1
+
+
+ALTERNATES = (
+    "{% for m in messages if m.role != 'system' %}{% if (m.role in ('user', 'tool')) != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if tools %}{# tool_calls #}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, ALTERNATES])
+async def test_texts_beside_results_fit_any_template(template: str):
+    """Claude Code adds reminders to the results of tools."""
+    call = {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": CITY}
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "rain"}
+    first, last = {"type": "text", "text": "first"}, {"type": "text", "text": "last"}
+    turns = [*HELLO, {"role": "assistant", "content": [call]}, {"role": "user", "content": [first, result, last]}]
+    async with over_asgi(template=template, engine=writes("ok")) as server:
+        await ask(server, messages=turns)
+        prompt = prompt_of(server)
+    words = [prompt.index(word) for word in ("first", "rain", "last")]
+    assert words == sorted(words)
+    assert ("first\n\nrain\n\nlast" in prompt) == (template == ALTERNATES)
+
+
+async def test_two_system_prompts_are_one():
+    async with over_asgi(engine=writes("ok")) as server:
+        await ask(server, system="first", messages=[{"role": "system", "content": "second"}, *HELLO])
+        assert prompt_of(server).count("system\n") == 1
 
 
 @pytest.mark.parametrize("streams", [False, True])
