@@ -240,9 +240,10 @@ class ThinkingBudget(msgspec.Struct, frozen=True, kw_only=True):
 
     The output begins `inside` its reasoning, or reasoning begins with one of the texts `begins`; one of `ends` ends it.
     With `once`, it can only come first, with blanks before it; else it may begin again. `fragments` are the bytes of
-    all tokens that have a part of such a text, and of blank tokens; the others have none. When `num_tokens` tokens of
-    reasoning have been drawn, counted over all its parts, the first of the `closings` follows, and if reasoning begins
-    again, the next one, the last of them from then on.
+    all tokens that have a part of such a text, of blank ones and of those without text; others have no part in one.
+    When `num_tokens` tokens of reasoning have been drawn, counted over all its parts, the first of the `closings`
+    follows, and if reasoning begins again, the next one, the last of them from then on. A text of `begins` has at least
+    `num_begin_tokens` tokens.
     """
 
     num_tokens: int
@@ -252,6 +253,7 @@ class ThinkingBudget(msgspec.Struct, frozen=True, kw_only=True):
     ends: tuple[bytes, ...]
     fragments: dict[int, bytes]
     closings: tuple[tuple[int, ...], ...]
+    num_begin_tokens: int = 1
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -389,7 +391,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
       others for a request of higher priority.
     - `num_drafts` times, a request's draft was verified. Of their `draft_tokens`, `accepted_tokens` became output, and
       `accepted_by_position[i]` drafts had token i accepted. Without speculation all are 0, and the last is ().
-    - Of the `generation_tokens`, grammars forced `forced_tokens`, without a draw.
+    - Of the `generation_tokens`, grammars and budgets for reasoning forced `forced_tokens`, without a draw.
     - `step_tokens` is the sum over all steps; `steps_by_tokens` counts the steps in each of `STEP_TOKEN_BUCKETS`, and
       last the longer steps.
     - Only metrics sent on request have `decode_steps_by_rows`; `integrity_errors`, the faults that the integrity check

@@ -365,6 +365,12 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "though it changes with each request, so that no prompt finds another's prefix in the cache"
         ),
     ] = False
+    default_thinking_budget: Annotated[
+        int,
+        Meta(
+            description="tokens of reasoning after which the answer must follow, for chats that name none; -1: no bound"
+        ),
+    ] = -1
     max_body_bytes: Annotated[int, Meta(description="maximum size of a request body; larger ones are answered 413")] = (
         16 * 2**20
     )

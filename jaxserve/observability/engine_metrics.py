@@ -152,7 +152,7 @@ _COUNTERS: tuple[tuple[tuple[str, ...], str, Callable[[EngineInfo, EngineStats],
     ),
     (("spec_decode_num_drafts",), "Drafts that were verified, one per request and step", lambda i, s: s.num_drafts),
     (("spec_decode_num_draft_tokens",), "Draft tokens that were verified", lambda i, s: s.draft_tokens),
-    (("forced_tokens",), "Generation tokens that grammars forced", lambda i, s: s.forced_tokens),
+    (("forced_tokens",), "Generation tokens that were forced, not drawn", lambda i, s: s.forced_tokens),
     (("spec_decode_num_accepted_tokens",), "Draft tokens that were accepted", lambda i, s: s.accepted_tokens),
     (("engine_steps",), "Steps that the engine has finished", lambda i, s: s.num_steps),
     (

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from jaxserve.engine.client import Engine
     from jaxserve.observability.engine_metrics import Reading
     from jaxserve.text.answers.formats import AnswerFormats
+    from jaxserve.text.answers.thought_marks import ThoughtMarks
     from jaxserve.text.grammars.checking import GrammarChecker
     from jaxserve.text.prompt_forms import Message
     from jaxserve.text.tokenizers.escaped_marks import EscapedMarks
@@ -81,6 +82,16 @@ class LoadedModel:
         from jaxserve.text.tokenizers.escaped_marks import EscapedMarks
 
         return EscapedMarks(self.tokenizer)
+
+    @functools.cached_property
+    def thought_marks(self) -> ThoughtMarks | None:
+        """The texts around reasoning in the model's tokens, if it reasons."""
+        from jaxserve.text.answers.thought_marks import thought_marks
+
+        if self.formats.reasoning is None:
+            return None
+        shows = self.formats.shows_special_tokens(self.tokenizer)
+        return thought_marks(self.formats.reasoning, self.tokenizer, shows_special_tokens=shows)
 
     def say_once(self, text: str) -> None:
         """Log a line, unless this server has logged it already."""

@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import re
 import zlib
 from collections import Counter
 from collections.abc import Sequence
 
-from jaxserve.api_types import EngineRequest, FinishReason, SamplingParams, TokenLogprobs
+from jaxserve.api_types import EngineRequest, FinishReason, SamplingParams, ThinkingBudget, TokenLogprobs
 from jaxserve.engine.scheduling.grammars import Allowed, RequestGrammar
+from jaxserve.engine.scheduling.thinking import ThinkingCounter
 from jaxserve.step_plan import Capacity, Chunk, Draw, DrawResult, SlotOpen, StepPlan, StepResult
-from tests.grammars import first_allowed, follow
+from tests.grammars import TOKENS, first_allowed, follow
 
 VOCAB = 64
 
@@ -55,17 +57,27 @@ def run_alone(request: EngineRequest, max_model_len: int) -> Expected:
     logprobs: list[TokenLogprobs] = []
     reason, stop_id = FinishReason.LENGTH, None
     grammar = _grammar_of(request)
+    forced, num_closings = list[int](), 0
     while len(outputs) < sampling.max_tokens and len(tokens) < max_model_len:
         found = _allowed(grammar) if grammar is not None else None
         if found is not None and found.complete:
             reason = FinishReason.STOP
             break
+        budget = request.thinking
+        if budget is not None and grammar is None and not forced and is_used_up(budget, outputs):
+            forced = list(budget.closings[min(num_closings, len(budget.closings) - 1)])
+            num_closings += 1
         token = next_token(tokens, len(outputs), sampling, request.stop_ids)
         if grammar is not None and found is not None:
             token = first_allowed(token, found.tokens, VOCAB)
             if grammar.push(token):
                 follow(grammar)
-        logprobs.append(logprobs_of(tokens, token))
+        if forced:
+            token = forced.pop(0)
+            count = min(sampling.logprobs or 0, 1)
+            logprobs.append(TokenLogprobs(token, 0.0, [token][:count], [0.0][:count]))
+        else:
+            logprobs.append(logprobs_of(tokens, token))
         tokens.append(token)
         outputs.append(token)
         if token in request.stop_ids and len(outputs) > sampling.min_tokens:
@@ -85,6 +97,28 @@ def run_alone(request: EngineRequest, max_model_len: int) -> Expected:
     )
 
 
+def is_used_up(budget: ThinkingBudget, outputs: Sequence[int]) -> bool:
+    """Return whether reasoning goes on after `outputs` and has all tokens of its budget, read from the start."""
+    inside = [_is_inside(budget, b"".join(TOKENS[token] for token in outputs[:i])) for i in range(len(outputs) + 1)]
+    return inside[-1] and sum(map(int.__and__, inside, inside[1:])) >= budget.num_tokens
+
+
+def _is_inside(budget: ThinkingBudget, text: bytes) -> bool:
+    """Return whether a text ends inside of its reasoning."""
+    begins, ends = (re.compile(b"|".join(map(re.escape, texts))) for texts in (budget.begins, budget.ends))
+    at = 0
+    if budget.once and not budget.inside:
+        at = len(text) - len(text.lstrip())
+        found = begins.match(text, at)
+        return found is not None and ends.search(text, found.end()) is None
+    inside = budget.inside
+    while found := (ends if inside else begins).search(text, at):
+        if inside and budget.once:
+            return False
+        at, inside = found.end(), not inside
+    return inside
+
+
 def _grammar_of(request: EngineRequest) -> RequestGrammar | None:
     """Return the grammar of a request, followed one by one."""
     if not request.grammar:
@@ -97,6 +131,8 @@ def _grammar_of(request: EngineRequest) -> RequestGrammar | None:
         ignore_eos=sampling.ignore_eos,
         one_by_one=True,
     )
+    if request.thinking is not None:
+        grammar.thinking = ThinkingCounter(request.thinking)
     follow(grammar)
     return grammar
 

@@ -20,6 +20,7 @@ from tests.engine.conftest import make_capacity, make_request
 from tests.engine.fake_executor import VOCAB, FakeExecutor, run_alone
 from tests.grammars import random_grammar, run_at_random, small_grammars
 from tests.selection import FULL, grid
+from tests.thinking import random_budget
 
 pytestmark = pytest.mark.slow
 
@@ -44,6 +45,7 @@ def _random_request(
     stop_ids = tuple(rng.sample(range(VOCAB), rng.choice([0, 0, 0, 1, 6])))
     return EngineRequest(
         request_id=f"r{number}",
+        thinking=random_budget(random.Random(number)) if number % 5 == 2 else None,
         prompt_ids=_prompt(rng, prompt_length, earlier, max_model_len),
         priority=rng.choice([0, 0, 1, 5]),
         namespace=rng.choice(["", "", "tenant"]),
@@ -220,7 +222,7 @@ def test_tokens_are_those_of_each_request_alone(
     # How long a grammar takes changes what happens, so that nothing certain can be asked of it
     assert preempted > 5 or constrained, "these seeds cause no retractions"
     assert hits > 100 or constrained, "these seeds cause no cache hits"
-    assert loaded > 30 or constrained or not tiered, "these seeds load nothing from host memory"
+    assert loaded > 10 or constrained or not tiered, "these seeds load nothing from host memory"
     assert aborted_running > 0 or constrained, "these seeds abort no running request"
 
 

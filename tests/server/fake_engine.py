@@ -24,6 +24,8 @@ from jaxserve.api_types import (
     Usage,
 )
 from jaxserve.engine.core.profiling import Profiling
+from jaxserve.engine.kv_cache.page_pool import PagePool
+from jaxserve.engine.kv_cache.radix_cache import RadixCache
 from jaxserve.errors import EngineDeadError
 
 MAX_MODEL_LEN = 512
@@ -43,15 +45,20 @@ def logprobs_of(token: int, count: int) -> TokenLogprobs:
 
 
 class _RunningRequest:
-    def __init__(self, request: EngineRequest, tokens: Iterable[int]) -> None:
+    def __init__(self, request: EngineRequest, tokens: Iterable[int], cached_tokens: int) -> None:
         self.request = request
         self.tokens = iter(tokens)
+        self.cached_tokens = cached_tokens
+        self.output: list[int] = []
         self.num_tokens = 0
         self.events: asyncio.Queue[TokenEvent] = asyncio.Queue()
 
 
 class FakeEngine:
-    """A fake engine. `rule` gives the tokens of a request; if `refuse` returns a reason, the request fails with it."""
+    """A fake engine. `rule` gives the tokens of a request; if `refuse` returns a reason, the request fails with it.
+
+    Each request finds `cached_tokens`, or with None what the real prefix cache has of requests that ended before.
+    """
 
     def __init__(
         self,
@@ -60,7 +67,7 @@ class FakeEngine:
         rule: Callable[[EngineRequest], Iterable[int]] = alphabet_rule,
         refuse: Callable[[EngineRequest], str | None] = lambda _: None,
         max_model_len: int = MAX_MODEL_LEN,
-        cached_tokens: int = 0,
+        cached_tokens: int | None = 0,
         schedule_policy: str = "fcfs",
         tokens_per_step: int = 1,
     ) -> None:
@@ -90,6 +97,8 @@ class FakeEngine:
         self._rule = rule
         self._refuse = refuse
         self._cached_tokens = cached_tokens
+        self._pool = PagePool(4096, self.info.page_size)
+        self._cache = RadixCache(self._pool)
         self._tokens_per_step = tokens_per_step
         self._running: dict[str, _RunningRequest] = {}
         self._go = asyncio.Event()
@@ -109,7 +118,10 @@ class FakeEngine:
         if self.on_death.done():
             raise EngineDeadError(self.on_death.result())
         assert request.request_id not in {earlier.request_id for earlier in self.submitted}
-        running = _RunningRequest(request, self._rule(request))
+        cached = self._cached_tokens
+        if cached is None:
+            cached = self._cache.match_length("", request.prompt_ids, len(request.prompt_ids) - 1)
+        running = _RunningRequest(request, self._rule(request), cached)
         self.submitted.append(request)
         reason = self._refuse(request)
         if len(request.prompt_ids) >= self.info.max_model_len:
@@ -218,6 +230,7 @@ class FakeEngine:
                 reason = FinishReason.LENGTH
         first = running.num_tokens == 0
         running.num_tokens += len(tokens)
+        running.output += tokens
         self.stats = msgspec.structs.replace(
             self.stats,
             generation_tokens=self.stats.generation_tokens + len(tokens),
@@ -227,6 +240,8 @@ class FakeEngine:
         if reason is not None:
             del self._running[request.request_id]
             event = self._last(running, tokens, reason)
+        elif first:
+            event = msgspec.structs.replace(event, usage=Usage(len(request.prompt_ids), 0, running.cached_tokens))
         running.events.put_nowait(
             msgspec.structs.replace(
                 event,
@@ -245,9 +260,20 @@ class FakeEngine:
         return [None, *(logprobs_of(token, count) for token in request.prompt_ids[1:])]
 
     def _last(self, running: _RunningRequest, tokens: list[int], reason: FinishReason) -> TokenEvent:
-        usage = Usage(len(running.request.prompt_ids), running.num_tokens, self._cached_tokens)
+        usage = Usage(len(running.request.prompt_ids), running.num_tokens, running.cached_tokens)
+        if self._cached_tokens is None:
+            self._keep([*running.request.prompt_ids, *running.output])
         stop_id = tokens[-1] if reason is FinishReason.STOP else None
         return TokenEvent(running.request.request_id, tokens, reason, stop_id, usage=usage)
+
+    def _keep(self, tokens: list[int]) -> None:
+        """Keep the whole pages of an output, whose last token was never computed, as the engine does."""
+        count = (len(tokens) - 1) // self.info.page_size
+        tokens = tokens[: count * self.info.page_size]
+        node, pages = self._cache.match("", tokens, len(tokens))
+        self._cache.lock(node)
+        self._cache.insert("", tokens, self._pool.allocate(count - len(pages)), len(pages))
+        self._cache.unlock(node)
 
     async def _events(self, running: _RunningRequest) -> AsyncIterator[TokenEvent]:
         while True:

@@ -16,6 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, NamedTuple
 
 from jaxserve.api_types import MAX_LEXER_STATES
+from jaxserve.engine.scheduling.thinking import ThinkingCounter
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -48,6 +49,8 @@ class RequestGrammar:
 
     With `one_by_one`, `next` has no forced tokens, but allows only the first of them: its log probability is wanted, or
     penalties count it. Before the output has `min_tokens` tokens, `stop_ids` are not allowed while anything else is.
+    When `thinking` says that the budget for reasoning is used up, the end of the reasoning is forced as soon as the
+    grammar allows it.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class RequestGrammar:
         self.min_tokens = min_tokens
         self.ignore_eos = ignore_eos
         self.one_by_one = one_by_one
+        self.thinking: ThinkingCounter | None = None
         self.matcher: LLMatcher | None = None
         self.num_tokens = 0
         self.unread: list[int] = []
@@ -150,9 +154,12 @@ class Grammars:
         matcher = grammar.matcher
         tokens, grammar.unread = grammar.unread, []
         matcher.consume_tokens(tokens)
-        forced = () if matcher.is_stopped() else tuple(matcher.compute_ff_tokens())
-        if forced:
-            matcher.consume_tokens(list(forced))
+        forced = _take_forced(matcher)
+        if grammar.thinking is not None:
+            grammar.thinking.push([*tokens, *forced])
+            forced += _end_thinking(grammar.thinking, matcher)
+            if grammar.thinking.is_over:
+                grammar.thinking = None
         grammar.num_tokens += len(tokens) + len(forced)
         complete = matcher.is_stopped()
         mask = b"" if complete else matcher.compute_bitmask()
@@ -191,6 +198,29 @@ class Grammars:
                 while len(self._kept) > _KEPT_GRAMMARS:
                     self._kept.popitem(last=False)
         return matcher
+
+
+def _take_forced(matcher: LLMatcher) -> tuple[int, ...]:
+    """Consume and return the tokens that a grammar leaves no choice for."""
+    forced = () if matcher.is_stopped() else tuple(matcher.compute_ff_tokens())
+    if forced:
+        matcher.consume_tokens(list(forced))
+    return forced
+
+
+def _end_thinking(counter: ThinkingCounter, matcher: LLMatcher) -> tuple[int, ...]:
+    """Consume and return what ends the reasoning, if its budget is used up, and the tokens that must follow."""
+    forced: tuple[int, ...] = ()
+    while counter.is_used_up and not matcher.is_stopped():
+        closing = counter.closing()
+        if matcher.validate_tokens(list(closing)) < len(closing):  # not here, perhaps within a character
+            break
+        matcher.consume_tokens(list(closing))
+        counter.close()
+        following = _take_forced(matcher)
+        counter.push(following)
+        forced += closing + following
+    return forced
 
 
 def _only(token: int) -> bytes:

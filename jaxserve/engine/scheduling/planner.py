@@ -204,7 +204,7 @@ class Planner:
                         continue
                     if position == self._rotation_length and not request.is_long:
                         continue  # with that token, it starts again
-            elif outputs > most:  # it may end by drafts in flight
+            elif outputs > request.pause_at:  # drafts in flight may end it, or tokens in flight its reasoning
                 continue
             requests.append(request)
             pages.append(no_pages if position % page_size else rank.extend(request, position + 1))
@@ -271,7 +271,7 @@ class Planner:
         page_size, rotation_length = self._page_size, self._rotation_length
         for index, request in enumerate(decodes.requests):
             planned = request.num_planned_tokens
-            count = min(lengths[speculation.level(request)], request.max_new_tokens - request.num_planned_outputs)
+            count = min(lengths[speculation.level(request)], request.pause_at - request.num_planned_outputs)
             if rotation_length is not None and not request.is_long:
                 count = min(count, rotation_length - planned)
             rank = self._table.ranks[request.rank]

@@ -14,6 +14,7 @@ import enum
 from jaxserve.api_types import EngineRequest, FinishReason, SamplingParams, TokenEvent, TokenLogprobs, Usage
 from jaxserve.engine.kv_cache.radix_node import RadixNode
 from jaxserve.engine.scheduling.grammars import RequestGrammar
+from jaxserve.engine.scheduling.thinking import ThinkingCounter
 
 
 class Phase(enum.Enum):
@@ -32,6 +33,8 @@ class Request:
     locked; the others are its own. A draft model has read the first `num_read_tokens` of its planned tokens.
     `acceptance` is the share of draft tokens that are accepted, None before the first.
     A `grammar` constrains its output: `allowed` are the tokens that may be drawn next, None before they are known.
+    Without one, `thinking` counts its reasoning; None if that has no bound, or can't come any more. No more than
+    `pause_at` outputs are planned before more of them are known: its reasoning may have to end there.
     `queue_seconds` is None before the first start, and again once it was reported.
     """
 
@@ -62,6 +65,7 @@ class Request:
         "output_ids",
         "pages",
         "passed",
+        "pause_at",
         "phase",
         "priority",
         "prompt_ids",
@@ -75,6 +79,7 @@ class Request:
         "sampling",
         "slot",
         "stop_ids",
+        "thinking",
         "wants_logprobs",
     )
 
@@ -88,6 +93,7 @@ class Request:
         max_new_tokens: int,
         rotation_length: int | None = None,
         grammar: RequestGrammar | None = None,
+        thinking: ThinkingCounter | None = None,
     ) -> None:
         self.request_id = source.request_id
         self.prompt_ids = source.prompt_ids
@@ -105,6 +111,8 @@ class Request:
         self.min_tokens = sampling.min_tokens
         self.greedy = sampling.greedy
         self.grammar = grammar
+        self.thinking = thinking
+        self.pause_at = max_new_tokens if thinking is None else min(max_new_tokens, thinking.num_free)
         self.allowed: bytes | None = None
         self.wants_logprobs = sampling.logprobs is not None
         # The first token has no log probability, as nothing precedes it. None if not requested, or once delivered.
@@ -212,6 +220,11 @@ class Request:
         queue_seconds, self.queue_seconds = self.queue_seconds, None
         return prompt_logprobs, queue_seconds
 
+    def certain_logprobs(self, tokens: list[int]) -> list[TokenLogprobs]:
+        """Return the log probabilities of tokens that had to come: no others were possible."""
+        count = min(self.sampling.logprobs or 0, 1)
+        return [TokenLogprobs(token, 0.0, [token][:count], [0.0][:count]) for token in tokens]
+
     def add_prompt_logprobs(self, found: list[TokenLogprobs]) -> None:
         """Add the prompt log probabilities of a chunk, without an entry for the token after the prompt."""
         assert self.prompt_logprobs is not None
@@ -230,6 +243,27 @@ class Request:
             if len(outputs) >= self.max_new_tokens:
                 return tokens[:count], FinishReason.LENGTH, None
         return tokens, None, None
+
+    def add_counted_outputs(self, drawn: list[int]) -> tuple[list[int], list[int], FinishReason | None, int | None]:
+        """Add drawn tokens to an output whose reasoning is counted, then the tokens that must end the reasoning.
+
+        Returns the tokens added of both, why the output ends with the last of them, and which stop token that is.
+        Tokens that were drawn though nothing of the reasoning was left are dropped.
+        """
+        counter = self.thinking
+        assert counter is not None
+        closing, reason, stop_id = list[int](), None, None
+        if counter.is_used_up:  # from the start
+            drawn = []
+        drawn, reason, stop_id = self.add_outputs(drawn)
+        counter.push(drawn)
+        if counter.is_used_up and reason is None:
+            closing, reason, stop_id = self.add_outputs(list(counter.closing()))
+            counter.close()
+        if counter.is_over:
+            self.thinking = None
+        self.pause_at = min(self.max_new_tokens, len(self.output_ids) + counter.num_free)
+        return drawn, closing, reason, stop_id
 
     def reset_progress(self) -> None:
         """Return to WAITING with no computed tokens; at the next start all known tokens are fill tokens."""

@@ -30,6 +30,7 @@ from jaxserve.engine.scheduling.request import Phase, Request
 from jaxserve.engine.scheduling.request_table import RequestTable
 from jaxserve.engine.scheduling.retraction import Retraction
 from jaxserve.engine.scheduling.scheduler_stats import SchedulerStats
+from jaxserve.engine.scheduling.thinking import ThinkingCounter
 from jaxserve.engine.speculation.speculation import Speculation
 from jaxserve.step_plan import Capacity, Chunk, DrawResult, StepPlan, StepResult
 
@@ -128,6 +129,9 @@ class Scheduler:
         sampling = request.sampling
         if sampling.seed is None:
             sampling = msgspec.structs.replace(sampling, seed=self._random.getrandbits(63))
+        grammar, thinking = _grammar(request), _thinking(request)
+        if grammar is not None:
+            grammar.thinking, thinking = thinking, None
         self._num_arrived += 1
         if not self._table.requests:
             self._ratio.reset()
@@ -138,7 +142,8 @@ class Scheduler:
             arrived_at=self._clock(),
             max_new_tokens=admission.max_new_tokens(request, self._capacity),
             rotation_length=self._capacity.rotation_length,
-            grammar=_grammar(request),
+            grammar=grammar,
+            thinking=thinking,
         )
         self._table.add(added)
         if added.grammar is not None and self._awaiting is not None:
@@ -230,10 +235,13 @@ class Scheduler:
                 and tokens[0] not in request.stop_ids
                 and not request.wants_logprobs
                 and request.queue_seconds is None
+                and request.thinking is None
             ):  # nearly always, nothing ends and nothing else is reported
                 outputs.append(tokens[0])
                 num_tokens += 1
                 events.append(TokenEvent(request.request_id, tokens))
+            elif request.thinking is not None:
+                events.append(self._add_counted(request, tokens, logprobs.get(index)))
             else:
                 events.append(self._report(request, *request.add_outputs(tokens), logprobs.get(index)))
         self._stats.generation_tokens += num_tokens
@@ -316,6 +324,28 @@ class Scheduler:
             prompt_logprobs=prompt_logprobs,
             queue_seconds=queue_seconds,
         )
+
+    def _add_counted(self, request: Request, drawn: list[int], logprobs: list[TokenLogprobs] | None) -> TokenEvent:
+        """Add drawn tokens to an output whose reasoning has a budget, and if it is used up, what ends the reasoning.
+
+        The device draws the tokens of a request, so one that gets others starts again with these. Nothing of it is in
+        flight, as no more is planned than its budget surely allows.
+        """
+        drawn, closing, reason, stop_id = request.add_counted_outputs(drawn)
+        if logprobs is not None:
+            logprobs = logprobs[: len(drawn)] + request.certain_logprobs(closing)
+        if closing:
+            self._stats.forced_tokens += len(closing)
+            if reason is None and request.num_known_tokens > self._capacity.num_pages * self.page_size:
+                self._stats.generation_tokens += len(drawn) + len(closing)
+                self._table.finish(request)
+                error = admission.pool_exhausted_error(request.num_known_tokens, self._capacity)
+                return request.last_event(FinishReason.ERROR, drawn + closing, logprobs=logprobs, error=error)
+        event = self._report(request, drawn + closing, reason, stop_id, logprobs)
+        if closing and reason is None:
+            assert request.num_planned_tokens == request.num_computed_tokens, "a step of it is in flight"
+            self._table.retract(request)
+        return event
 
     def _use(self, request: Request, found: Allowed) -> None:
         """Let a request go on as its grammar says. At its token limit, the grammar decides only why it ends."""
@@ -402,6 +432,13 @@ def _grammar(request: EngineRequest) -> RequestGrammar | None:
         ignore_eos=sampling.ignore_eos,
         one_by_one=sampling.penalized or sampling.logprobs is not None,
     )
+
+
+def _thinking(request: EngineRequest) -> ThinkingCounter | None:
+    """Return the counter of a request that produces any output and has a budget for reasoning."""
+    if request.thinking is None or request.sampling.max_tokens == 0:
+        return None
+    return ThinkingCounter(request.thinking)
 
 
 def _rejection(request: EngineRequest, error: str) -> TokenEvent:

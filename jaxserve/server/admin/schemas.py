@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from jaxserve.api_types import MAX_STOP_IDS
-from jaxserve.server.generation.chat_messages import RESERVED_ARGUMENTS, template_words
+from jaxserve.server.generation.chat_messages import RESERVED_ARGUMENTS, idle_arguments, template_words
 from jaxserve.server.http.fields import EXPLICIT_SCHEMA, LOAD_BOUND
 from jaxserve.server.server_state import ServerState
 
@@ -39,6 +39,7 @@ class _ModelLimits:
         self._max_model_len = 2**31 if loaded is None else loaded.engine.info.max_model_len
         self._num_eos_ids = 0 if loaded is None else len(loaded.tokenizer.eos_ids)
         self._template = None if loaded is None else loaded.template_source
+        self._reasons = loaded is not None and loaded.formats.reasoning is not None
 
     def apply(self, node: Any) -> Any:
         """Return `node`, a part of a schema, with the limits of the served model."""
@@ -72,8 +73,11 @@ class _ModelLimits:
             case "token_key":
                 return {"pattern": _number_pattern(last_id)}
             case "template_arguments" if self._template is not None:
+                words = template_words(self._template)
+                idle = idle_arguments(words, reasons=self._reasons)
                 return {
-                    "propertyNames": {"enum": sorted(template_words(self._template).difference(RESERVED_ARGUMENTS))}
+                    "propertyNames": {"enum": sorted(words.difference(RESERVED_ARGUMENTS).union(idle))},
+                    "properties": {name: {"enum": [*values]} for name, values in idle.items()},
                 }
             case "reasoning_effort" if self._template is not None and not template_words(self._template).intersection(
                 ("reasoning_effort", "enable_thinking")

@@ -6,12 +6,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
+from collections.abc import Collection
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
 from jaxserve.errors import ConfigError, InvalidRequestError
-from jaxserve.server.generation.message_fields import ROLES, UNSUPPORTED_MESSAGE_FIELDS, MessageCall, MessageFields
+from jaxserve.server.generation.message_fields import (
+    EFFORTS,
+    ROLES,
+    UNSUPPORTED_MESSAGE_FIELDS,
+    MessageCall,
+    MessageFields,
+)
 from jaxserve.server.generation.prompts import LONG, TextEncoder, run_off_event_loop
 from jaxserve.server.http.decoding import validation_error
 from jaxserve.server.server_state import LoadedModel, ServerState
@@ -19,6 +26,8 @@ from jaxserve.server.server_state import LoadedModel, ServerState
 # Names of an answer's reasoning: vLLM's and SGLang's, OpenRouter's, gpt-oss'.
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 RESERVED_ARGUMENTS = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
+THINKING_SWITCHES = ("enable_thinking", "thinking")
+"""The variables by which templates turn reasoning on and off."""
 
 
 class ChatOptions(Protocol):
@@ -46,11 +55,15 @@ async def render_prompt(
     options: ChatOptions,
     tools: list[dict[str, Any]] | None = None,
     reasoning_effort: str | None = None,
+    thinks: bool | None = None,
 ) -> RenderedPrompt:
-    """Return the prompt. Raises `InvalidRequestError` for messages or options that the template can't express."""
+    """Return the prompt. Raises `InvalidRequestError` for messages or options that the template can't express.
+
+    `thinks` turns reasoning on or off, if the template can do that and the options don't.
+    """
     source = loaded.template_source
     escapes = state.config.escape_marks if options.escape_marks is None else options.escape_marks
-    arguments = _template_arguments(loaded, options, reasoning_effort, source) if source else {}
+    arguments = _template_arguments(loaded, options, reasoning_effort, thinks, source) if source else {}
 
     def prepare() -> list[dict[str, Any]]:
         prepared = [_prepare(number, message, source) for number, message in enumerate(messages)]
@@ -104,25 +117,38 @@ def text_of(message: dict[str, Any]) -> str:
     return next((text for part in parts if isinstance(text := part.get("text"), str)), "")
 
 
+def idle_arguments(words: Collection[str], *, reasons: bool) -> dict[str, tuple[bool | str, ...]]:
+    """Return arguments that a template with these words doesn't read, with the values that ask for what the model does
+    anyway: it always reasons, or never does. There are none if the template reads another argument of reasoning."""
+    names = (*THINKING_SWITCHES, "reasoning_effort")
+    if any(name in words for name in names):
+        return {}
+    efforts = [effort for effort in EFFORTS if (effort != "none") == reasons]
+    return dict.fromkeys(THINKING_SWITCHES, (reasons,)) | {"reasoning_effort": tuple(efforts)}
+
+
 def _template_arguments(
-    loaded: LoadedModel, options: ChatOptions, reasoning_effort: str | None, source: str
+    loaded: LoadedModel, options: ChatOptions, reasoning_effort: str | None, thinks: bool | None, source: str
 ) -> dict[str, Any]:
     arguments = dict(options.chat_template_kwargs or {})
-    words = template_words(source) if arguments or reasoning_effort else ()
-    for name in arguments:
+    words = template_words(source) if arguments or reasoning_effort or thinks is not None else ()
+    reasons = loaded.formats.reasoning is not None
+    for name in list(arguments):
         param = f"chat_template_kwargs.{name[:100]}"
         if name in RESERVED_ARGUMENTS:
             raise InvalidRequestError(f"{param}: {name} is a field of the request, not of the template", param=param)
         if name not in words:
-            raise InvalidRequestError(f"{param}: this model's chat template does not use it", param=param)
+            _check_idle(param, name, arguments.pop(name), words, reasons=reasons)
+    if thinks is not None and not switches_thinking(options):
+        arguments |= {name: thinks for name in THINKING_SWITCHES if name in words}
     if reasoning_effort is not None and "reasoning_effort" in words:
         arguments.setdefault("reasoning_effort", reasoning_effort)
     elif reasoning_effort is not None and "enable_thinking" in words:
         arguments.setdefault("enable_thinking", reasoning_effort != "none")
-    elif reasoning_effort == "none" and loaded.formats.reasoning:
+    elif reasoning_effort == "none" and reasons and thinks is not False:
         raise InvalidRequestError(
             "reasoning_effort: this model always reasons, as its chat template has neither that nor enable_thinking; "
-            "leave the field out",
+            "leave the field out, or send thinking_token_budget: 0 instead, which ends the reasoning at once",
             param="reasoning_effort",
         )
     elif reasoning_effort is not None:
@@ -132,6 +158,32 @@ def _template_arguments(
             raise InvalidRequestError("documents: this model's chat template does not use them", param="documents")
         arguments["documents"] = options.documents
     return arguments
+
+
+def _check_idle(param: str, name: str, value: Any, words: Collection[str], *, reasons: bool) -> None:
+    """Raise `InvalidRequestError` for an argument that the template doesn't read, unless it asks for nothing new."""
+    others = [other for other in (*THINKING_SWITCHES, "reasoning_effort") if other in words]
+    values = idle_arguments(words, reasons=reasons).get(name, ())
+    if any(value is one or (isinstance(value, str) and value == one) for one in values):
+        return
+    problem = f"{param}: this model's chat template does not use it"
+    if name not in (*THINKING_SWITCHES, "reasoning_effort"):
+        raise InvalidRequestError(problem, param=param)
+    if others:
+        raise InvalidRequestError(f"{problem}; it uses {others[0]} instead", param=param)
+    if reasons and value in (False, "none"):
+        raise InvalidRequestError(
+            f"{problem}, so the model always reasons; leave it out, or send thinking_token_budget: 0 instead, which "
+            "ends the reasoning at once",
+            param=param,
+        )
+    does = "always" if reasons else "never"
+    raise InvalidRequestError(f"{problem}, as the model {does} reasons; leave it out", param=param)
+
+
+def switches_thinking(options: ChatOptions) -> bool:
+    """Return whether the options themselves turn reasoning on or off."""
+    return any(name in (options.chat_template_kwargs or ()) for name in THINKING_SWITCHES)
 
 
 @functools.lru_cache(4)

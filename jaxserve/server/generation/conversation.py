@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from typing import Any
 
 from jaxserve.api_types import StructuredOutputs, ThinkingBudget
 from jaxserve.errors import InvalidRequestError
 from jaxserve.server.generation.answers import AnswerPlan, Place, answer_grammar, place_in_reasoning, plan_answer
-from jaxserve.server.generation.chat_messages import ChatOptions, render_prompt, text_of
+from jaxserve.server.generation.chat_messages import (
+    ChatOptions,
+    RenderedPrompt,
+    render_prompt,
+    switches_thinking,
+    text_of,
+)
 from jaxserve.server.generation.engine_requests import check_grammar
 from jaxserve.server.generation.prompts import check_prompt, encode_texts
 from jaxserve.server.generation.tools import ToolUse
 from jaxserve.server.server_state import LoadedModel, ServerState
+from jaxserve.text.answers.thought_marks import ThoughtMarks
 from jaxserve.text.grammars.formats import grammar_of
 
 
@@ -21,8 +29,8 @@ class Conversation:
     """Messages, the options of their template, and what is asked of the answer.
 
     `form` is the form that it must have, after the field that says so. `add_special_tokens`: the tokenizer adds its
-    own, though a template writes them itself. An answer has at most `thinking_budget` tokens of reasoning; None is no
-    bound. `thinks` asks for reasoning or for none.
+    own, though a template writes them itself. An answer has at most `thinking_budget` tokens of reasoning; -1 is no
+    bound, None the server's default. `thinks` asks for reasoning or for none, unless the options do.
     """
 
     messages: list[dict[str, Any]]
@@ -48,10 +56,15 @@ class PreparedAnswer:
     thinking: ThinkingBudget | None = None
 
 
+async def _render(state: ServerState, loaded: LoadedModel, asked: Conversation) -> RenderedPrompt:
+    tools = None if asked.tools is None else asked.tools.shown
+    effort = asked.reasoning_effort
+    return await render_prompt(state, loaded, asked.messages, asked.options, tools, effort, asked.thinks)
+
+
 async def count_prompt(state: ServerState, loaded: LoadedModel, asked: Conversation) -> int:
     """Return the number of tokens of the prompt, which may be longer than the context."""
-    tools = None if asked.tools is None else asked.tools.shown
-    prompt = await render_prompt(state, loaded, asked.messages, asked.options, tools, asked.reasoning_effort)
+    prompt = await _render(state, loaded, asked)
     (ids,) = await encode_texts(
         state, loaded, [prompt.written], add_special_tokens=False, param=None, encoder=prompt.encoder
     )
@@ -64,15 +77,18 @@ async def prepare_answer(state: ServerState, loaded: LoadedModel, asked: Convers
     Raises `InvalidRequestError` for what the template or a grammar can't express, and for a prompt that is too long.
     """
     tools = asked.tools
-    prompt = await render_prompt(
-        state, loaded, asked.messages, asked.options, None if tools is None else tools.shown, asked.reasoning_effort
-    )
+    prompt = await _render(state, loaded, asked)
     place = place_in_reasoning(
         loaded.formats.thinking,
         prompt.text,
         text_of(asked.messages[-1]),
         continues=bool(asked.options.continue_final_message),
     )
+    budget = _thinking_budget(state, asked)
+    marks = None if budget < 0 else await _thought_marks(state, loaded)
+    ends_at_once = marks is not None and budget == 0 and place is Place.INSIDE
+    if ends_at_once:
+        place = Place.AFTER
     grammar = await _compile_grammar(state, loaded, tools, asked.form, place)
     (ids,) = await encode_texts(
         state,
@@ -82,6 +98,11 @@ async def prepare_answer(state: ServerState, loaded: LoadedModel, asked: Convers
         param="messages",
         encoder=prompt.encoder,
     )
+    thinking = None
+    if marks is not None and ends_at_once:
+        ids = [*ids, *marks.closings[0]]
+    elif marks is not None:
+        thinking = marks.budget(budget, inside=place is Place.INSIDE)
     check_prompt(ids, loaded.engine.info, param="messages")
     plan = plan_answer(
         loaded,
@@ -91,7 +112,22 @@ async def prepare_answer(state: ServerState, loaded: LoadedModel, asked: Convers
         separates_reasoning=asked.separates_reasoning,
         shows_reasoning=asked.shows_reasoning,
     )
-    return PreparedAnswer(ids, grammar, plan)
+    return PreparedAnswer(ids, grammar, plan, thinking)
+
+
+def _thinking_budget(state: ServerState, asked: Conversation) -> int:
+    """Return how many tokens of reasoning an answer may have; -1 is no bound."""
+    if asked.thinks is False and not switches_thinking(asked.options):
+        return 0  # the template may not be able to turn it off
+    return state.config.default_thinking_budget if asked.thinking_budget is None else asked.thinking_budget
+
+
+async def _thought_marks(state: ServerState, loaded: LoadedModel) -> ThoughtMarks | None:
+    """Return the marks of the model's reasoning, if it has any. The first time, they take up to a second."""
+    if loaded.formats.reasoning is None or "thought_marks" in vars(loaded):
+        return loaded.thought_marks
+    # One at a time, so that they are made once
+    return await asyncio.get_running_loop().run_in_executor(state.large_tokenizer_threads, lambda: loaded.thought_marks)
 
 
 async def _compile_grammar(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 
@@ -94,9 +94,10 @@ CONTINUE_FINAL_MESSAGE = {
     "anyOf": [{"properties": {"continue_final_message": {"enum": [None, False]}}}, {"properties": _CONTINUABLE}]
 }
 Messages = Annotated[list[dict[str, Any]], explicit_schema({"type": "array", "items": _MESSAGE_SCHEMA, "minItems": 1})]
-ReasoningEffort = Annotated[
-    Literal["none", "minimal", "low", "medium", "high", "xhigh"],
-    msgspec.Meta(extra_json_schema=bound_at_load("reasoning_effort")),
-]
+_Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+EFFORTS: tuple[str, ...] = get_args(_Effort)
+ReasoningEffort = Annotated[_Effort, msgspec.Meta(extra_json_schema=bound_at_load("reasoning_effort"))]
+# A number of tokens, or -1 for no bound.
+ThinkingTokens = Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)]
 TemplateArguments = Annotated[dict[str, Any], msgspec.Meta(extra_json_schema=bound_at_load("template_arguments"))]
 Documents = Annotated[list[dict[str, Any]], msgspec.Meta(extra_json_schema=bound_at_load("documents"))]

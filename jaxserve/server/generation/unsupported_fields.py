@@ -72,7 +72,6 @@ class UnsupportedOpenAIFields(UnsupportedFields, kw_only=True, forbid_unknown_fi
     ec_transfer_params: NullOrEmptyObject = None
     vllm_xargs: NullOrEmptyObject = None
     repetition_detection: Null = None
-    thinking_token_budget: Annotated[Any, accepts_only(-1)] = None
     stream_interval: NullOrOne = None
     watermarking: NullOrFalse = None
     return_tokens_as_token_ids: NullOrFalse = None

@@ -41,15 +41,18 @@ async def chat_completions(state: ServerState, exchange: HttpExchange, request: 
     request.check_supported()
     requested_limit, logprobs = request.max_output_tokens(), request.num_logprobs()
     tools = tool_use(request.tools, request.tool_choice, several=request.parallel_tool_calls is not False)
+    reasoning = request.reasoning_options()
     conversation = Conversation(
         request.messages,
         request,
         tools=tools,
         form=structured_outputs(request),
-        reasoning_effort=request.reasoning_effort,
+        reasoning_effort=reasoning.effort,
         add_special_tokens=request.add_special_tokens is True,
         separates_reasoning=request.separate_reasoning is not False,
-        shows_reasoning=request.include_reasoning is not False,
+        shows_reasoning=reasoning.exclude is not True,
+        thinking_budget=reasoning.max_tokens,
+        thinks=reasoning.enabled,
     )
     if request.verbosity is not None:
         loaded.say_once("verbosity changes nothing here: ask for it in a message")

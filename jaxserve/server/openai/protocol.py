@@ -18,6 +18,7 @@ from jaxserve.server.generation.message_fields import (
     Messages,
     ReasoningEffort,
     TemplateArguments,
+    ThinkingTokens,
 )
 from jaxserve.server.generation.sampling_fields import sampling_params, with_shared_options
 from jaxserve.server.generation.structured_fields import StructuredFields
@@ -155,6 +156,17 @@ class CompletionRequest(OpenAIFields, kw_only=True, forbid_unknown_fields=True):
 
     suffix: NullOrEmptyText = None
     prompt_embeds: Null = None
+    thinking_token_budget: Annotated[Any, accepts_only(-1)] = None
+
+
+class ReasoningOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """OpenRouter's options of reasoning: other names of `reasoning_effort` and `thinking_token_budget`; `exclude` is
+    the contrary of `include_reasoning`, and `enabled` asks for reasoning or for none."""
+
+    effort: ReasoningEffort | None = None
+    max_tokens: api_types.TokenCount | None = None
+    exclude: bool | None = None
+    enabled: bool | None = None
 
 
 class ChatRequest(OpenAIFields, kw_only=True, forbid_unknown_fields=True):
@@ -162,7 +174,9 @@ class ChatRequest(OpenAIFields, kw_only=True, forbid_unknown_fields=True):
 
     `reasoning_effort` is passed to the chat template, or switches its `enable_thinking`; where the template reads
     neither, it changes nothing, as `verbosity` never does. Reasoning comes apart from the content unless
-    `separate_reasoning` is false, or not at all if `include_reasoning` is.
+    `separate_reasoning` is false, or not at all if `include_reasoning` is. After `thinking_token_budget` tokens of
+    reasoning the answer must follow; -1 is no bound, null the server's default. `reasoning` has these as OpenRouter
+    names them.
     """
 
     conditions: ClassVar[tuple[dict[str, Any], ...]] = (
@@ -192,6 +206,8 @@ class ChatRequest(OpenAIFields, kw_only=True, forbid_unknown_fields=True):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: ReasoningEffort | None = None
+    thinking_token_budget: ThinkingTokens | None = None
+    reasoning: ReasoningOptions | None = None
     include_reasoning: bool | None = None
     separate_reasoning: bool | None = None
 
@@ -212,7 +228,6 @@ class ChatRequest(OpenAIFields, kw_only=True, forbid_unknown_fields=True):
     return_prompt_text: NullOrFalse = None
 
     stream_reasoning: NullOrTrue = None
-    reasoning: Null = None
     task: Null = None
     input_ids: Null = None
     return_meta_info: NullOrFalse = None
@@ -223,6 +238,20 @@ class ChatRequest(OpenAIFields, kw_only=True, forbid_unknown_fields=True):
             (limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None), default=None
         )
 
+    def reasoning_options(self) -> ReasoningOptions:
+        """Return the options of reasoning, from `reasoning` and from the fields that say the same.
+
+        Raises `InvalidRequestError` naming both if they differ.
+        """
+        given = self.reasoning or ReasoningOptions()
+        excludes = None if self.include_reasoning is None else not self.include_reasoning
+        return ReasoningOptions(
+            effort=_agreed("reasoning_effort", self.reasoning_effort, "effort", given.effort),
+            max_tokens=_agreed("thinking_token_budget", self.thinking_token_budget, "max_tokens", given.max_tokens),
+            exclude=_agreed("include_reasoning", excludes, "exclude", given.exclude),
+            enabled=given.enabled,
+        )
+
     def num_logprobs(self) -> int | None:
         """Return the number of alternatives to each token, or None if no log probabilities are requested."""
         if self.logprobs:
@@ -230,3 +259,10 @@ class ChatRequest(OpenAIFields, kw_only=True, forbid_unknown_fields=True):
         if self.top_logprobs:
             raise InvalidRequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
         return None
+
+
+def _agreed[T](field: str, value: T | None, option: str, given: T | None) -> T | None:
+    """Return the value of a field or of the option of `reasoning` that says the same."""
+    if None not in (value, given) and value != given:
+        raise InvalidRequestError(f"{field} and reasoning.{option} say different things: send one of them", param=field)
+    return given if value is None else value

@@ -10,6 +10,8 @@ from jaxserve.text.answers.reader import Kind, Reader, Steps
 START, CHANNEL, MESSAGE, END = "<|start|>", "<|channel|>", "<|message|>", "<|end|>"
 _ENDS = (END, "<|return|>", "<|call|>")
 MARKS = (START, CHANNEL, MESSAGE, *_ENDS)
+# What follows the text of a message.
+AFTER_TEXT = (*_ENDS, START, CHANNEL)
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.\-]{1,256})")
 # The beginning of a header, as a limit of tokens may leave it.
@@ -35,7 +37,7 @@ def harmony(reader: Reader) -> Steps[None]:
                 return
         channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
         if recipient is not None and "to=functions." in recipient[0]:
-            body, mark = yield from reader.take_until(*_ENDS, START, CHANNEL)
+            body, mark = yield from reader.take_until(*AFTER_TEXT)
             arguments = body.strip() or "{}"
             if is_object(arguments):
                 reader.add_call(recipient[1], arguments)
@@ -49,6 +51,6 @@ def harmony(reader: Reader) -> Steps[None]:
         shown.add(kind)
         if kind == "reasoning":
             reader.begin_reasoning()
-        _, mark = yield from reader.copy(kind, *_ENDS, START, CHANNEL)
+        _, mark = yield from reader.copy(kind, *AFTER_TEXT)
         if kind == "reasoning" and mark:
             reader.end_reasoning()

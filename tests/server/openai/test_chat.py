@@ -187,7 +187,7 @@ async def test_streamed_equals_unstreamed(server: ServerUnderTest, body: dict[st
         ({"reasoning_effort": "much"}, "reasoning_effort", "much"),
         ({"response_format": {"type": "json"}}, "response_format.type", "invalid enum value"),
         ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema"),
-        ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs.enable_thinking", "template"),
+        ({"chat_template_kwargs": {"enable_thinkin": False}}, "chat_template_kwargs.enable_thinkin", "template"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages", "is a field of the request"),
         ({"chat_template_kwargs": {"mood": DEEP}}, "chat_template_kwargs", "too deep"),
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "both"),
