@@ -57,14 +57,17 @@ class TemplateOptions:
     escape_marks: bool | None = None
 
 
-def conversation(request: CountTokensRequest, *, keeps_billing_header: bool, later_system: bool) -> Conversation:
+def conversation(
+    request: CountTokensRequest, *, keeps_billing_header: bool, later_system: bool, text_after_result: bool = True
+) -> Conversation:
     """Return what a request asks. With `later_system`, the model's template shows system messages after the first in
-    their place; else they become messages of the user.
+    their place; else they become messages of the user. With `text_after_result`, it shows messages of the user after
+    results of tools; else their texts become part of the result.
 
     Raises `InvalidRequestError` naming the field that can't be used.
     """
     tools = _Tools(request)
-    messages = _Messages(tools, later_system)
+    messages = _Messages(tools, later_system, text_after_result)
     messages.add_system(request.system, keeps_billing_header)
     last_question = max((at for at, one in enumerate(request.messages) if one.role == "user"), default=-1)
     for number, message in enumerate(request.messages):
@@ -204,6 +207,7 @@ class _Messages:
 
     tools: _Tools
     later_system: bool
+    text_after_result: bool
     found: list[dict[str, Any]] = field(default_factory=list)
     names: dict[str, str] = field(default_factory=dict)
 
@@ -288,6 +292,9 @@ class _Messages:
         text = "\n".join(texts)
         if result.is_error and "error" not in text[:80].lower():
             text = f"Error: {text}" if text else "Error"
+        last, before = self.found[-1:], self.found[-2:-1]
+        if not self.text_after_result and last and last[0]["role"] == "user" and before and "tool_calls" in before[0]:
+            text = "\n\n".join([*(part["text"] for part in self.found.pop()["content"]), text])
         message: dict[str, Any] = {"role": "tool", "tool_call_id": result.tool_use_id, "content": text}
         if name := self.names.get(result.tool_use_id):
             message["name"] = name
@@ -305,12 +312,15 @@ class _Messages:
     def _add(self, role: str, texts: Sequence[str]) -> None:
         if not texts:
             return
-        if role == "system" and self.found and not self.later_system:
+        begins = [message["role"] for message in self.found] in ([], ["system"])
+        if role == "system" and not begins and not self.later_system:
             role, texts = "user", [f"<system>\n{text}\n</system>" for text in texts]
         parts = [{"type": "text", "text": text} for text in texts]
         last = self.found[-1] if self.found else {}
-        if last.get("role") == role == "user":
+        if last.get("role") == role and (role == "user" or begins):
             last["content"] += parts
+        elif last.get("role") == "tool" and role == "user" and not self.text_after_result:
+            last["content"] = "\n\n".join([last["content"], *texts])
         else:
             self.found.append({"role": role, "content": parts})
 

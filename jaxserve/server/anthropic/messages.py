@@ -90,4 +90,24 @@ async def _conversation(state: ServerState, loaded: LoadedModel, request: CountT
         request,
         keeps_billing_header=state.config.keep_billing_header,
         later_system=await shows_later_system(loaded),
+        text_after_result=await _shows_text_after_result(loaded),
     )
+
+
+async def _shows_text_after_result(loaded: LoadedModel) -> bool:
+    """Return whether the model's template takes a message of the user after the result of a tool."""
+    facts = loaded.template_facts
+    if "text_after_result" not in facts:
+        call = {"id": "jaxserve1", "type": "function", "function": {"name": "probe", "arguments": {}}}
+        probe: list[dict[str, Any]] = [
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": call["id"], "name": "probe", "content": "x"},
+            {"role": "user", "content": "jaxserve-probe"},
+        ]
+        try:
+            shown = await loaded.chat_template.render(probe)
+        except InvalidRequestError:
+            shown = ""
+        facts["text_after_result"] = "jaxserve-probe" in shown
+    return facts["text_after_result"]

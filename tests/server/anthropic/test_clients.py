@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import anthropic
-import httpx
 import pydantic
 import pytest
 
 from jaxserve.api_types import EngineRequest
+from tests.server.anthropic.test_messages import HELLO, TIME, WEATHER, ask
 from tests.server.conftest import ServerUnderTest, over_asgi, over_socket
-from tests.server.openai.test_tools import CALL, REASONS, SCHEMA, THINKS, writes
-from tests.server.tiny import END_ID, tiny_tokenizer
+from tests.server.openai.test_tools import CALL, SCHEMA, THINKS, writes
+from tests.server.tiny import END_ID, TEMPLATE, tiny_tokenizer
 
-HELLO: list[Any] = [{"role": "user", "content": "hello"}]
-WEATHER: Any = {"name": "weather", "description": "Says it.", "input_schema": SCHEMA}
-TIME: Any = {"name": "time", "input_schema": {"type": "object", "properties": {}}}
 TOOLS = [WEATHER, TIME]
 CITY = {"city": "Köln"}
 
@@ -59,121 +55,8 @@ def asked(**fields: Any) -> Any:
     return {"model": "tiny", "max_tokens": 400, "messages": HELLO} | fields
 
 
-async def ask(server: ServerUnderTest, status: int = 200, **fields: Any) -> dict[str, Any]:
-    response = await server.http.post("/v1/messages", json=asked(**fields))
-    assert response.status_code == status, response.text
-    assert response.headers["request-id"]
-    return response.json()
-
-
-async def events_of(server: ServerUnderTest, **fields: Any) -> list[dict[str, Any]]:
-    """Return the events of a stream, each of which has the name of its type."""
-    response = await server.http.post("/v1/messages", json=asked(stream=True, **fields))
-    assert response.status_code == 200, response.text
-    return read_events(response)
-
-
-def read_events(response: httpx.Response) -> list[dict[str, Any]]:
-    assert response.headers["content-type"].startswith("text/event-stream")
-    *blocks, rest = response.text.split("\n\n")
-    assert rest == ""
-    found = []
-    for block in blocks:
-        name, data = block.split("\n")
-        found.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {found[-1]['type']}"
-    return found
-
-
-def assembled(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the message of a stream, after checking the order of its events."""
-    first, *middle, delta, last = [event for event in events if event["type"] != "ping"]
-    assert first["type"] == "message_start"
-    assert delta["type"] == "message_delta"
-    assert last == {"type": "message_stop"}
-    blocks: list[dict[str, Any]] = []
-    pieces = signature = ""
-    is_open = False
-    for event in middle:
-        kind = event["type"]
-        if kind == "content_block_start":
-            assert not is_open
-            assert event["index"] == len(blocks)
-            is_open, pieces, signature = True, "", ""
-            blocks.append(dict(event["content_block"]))
-            continue
-        assert is_open
-        assert event["index"] == len(blocks) - 1
-        block = blocks[-1]
-        if kind == "content_block_stop":
-            is_open = False
-            if block["type"] == "tool_use":
-                assert block["input"] == {}
-                block["input"] = json.loads(pieces or "{}")
-            if block["type"] == "thinking":
-                assert signature, "a block of thinking ends with its signature"
-                block["signature"] = signature
-            continue
-        assert kind == "content_block_delta"
-        assert not signature, "only the stop follows a signature"
-        piece = event["delta"]
-        if piece["type"] == "text_delta":
-            block["text"] += piece["text"]
-        elif piece["type"] == "thinking_delta":
-            block["thinking"] += piece["thinking"]
-        elif piece["type"] == "signature_delta":
-            signature = piece["signature"]
-        else:
-            assert piece["type"] == "input_json_delta"
-            pieces += piece["partial_json"]
-    assert not is_open
-    return first["message"] | {"content": blocks} | delta["delta"] | {"usage": delta["usage"]}
-
-
-async def ask_both_ways(server: ServerUnderTest, **fields: Any) -> dict[str, Any]:
-    """Return a whole answer, after checking that a stream gives the same."""
-    answer = await ask(server, **fields)
-    streamed = assembled(await events_of(server, **fields))
-    for message in (streamed, shown := json.loads(json.dumps(answer))):
-        assert message.pop("id").startswith("msg_")
-        for block in message["content"]:
-            block.pop("id", None)
-    assert streamed == shown
-    return answer
-
-
 def prompt_of(server: ServerUnderTest, number: int = -1) -> str:
     return tiny_tokenizer().decode(server.engine.submitted[number].prompt_ids)
-
-
-async def test_a_whole_answer():
-    async with over_asgi(engine=writes("Hi, ö.")) as server:
-        answer = await ask_both_ways(server, system="Be kind.")
-        assert prompt_of(server) == prompt_of(server, 0)
-    prompt = len(server.engine.submitted[0].prompt_ids)
-    assert answer.pop("id").startswith("msg_")
-    assert answer == {
-        "type": "message",
-        "role": "assistant",
-        "model": "tiny",
-        "content": [{"type": "text", "text": "Hi, ö."}],
-        "stop_reason": "end_turn",
-        "stop_sequence": None,
-        "usage": {
-            "input_tokens": prompt,
-            "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": 0,
-            "output_tokens": len("Hi, ö.".encode()) + 1,
-        },
-    }
-
-
-async def test_tokens_of_the_cache_are_counted_apart():
-    async with over_asgi(engine=writes("Hi.") | {"cached_tokens": 16}) as server:
-        usage = (await ask(server))["usage"]
-        assert usage["cache_read_input_tokens"] == 16
-        assert usage["input_tokens"] + 16 == len(server.engine.submitted[0].prompt_ids)
-        assert assembled(await events_of(server))["usage"] == usage
 
 
 @pytest.mark.parametrize("api", ["messages", "beta"])
@@ -229,20 +112,6 @@ async def test_the_asynchronous_client(api: str):
     assert counted.input_tokens == whole.usage.input_tokens
 
 
-async def test_the_order_of_events():
-    async with over_asgi(template=THINKS, engine=writes(f"<think>Hm.</think>\n\nI look.\n{CALL}")) as server:
-        events = await events_of(server, tools=TOOLS)
-    message = assembled(events)
-    assert [block["type"] for block in message["content"]] == ["thinking", "text", "tool_use"]
-    assert message["content"][2]["input"] == CITY
-    start = events[0]["message"]
-    assert start["content"] == []
-    assert start["stop_reason"] is None
-    assert start["usage"]["input_tokens"] > 0
-    stops = [at for at, event in enumerate(events) if event["type"] == "content_block_stop"]
-    assert events[stops[0] - 1]["delta"]["type"] == "signature_delta"
-
-
 @pytest.mark.parametrize(
     ("text", "kinds"),
     [
@@ -255,18 +124,13 @@ async def test_the_order_of_events():
     ],
 )
 async def test_answers_of_some_parts(text: str, kinds: list[str]):
-    async with over_asgi(template=THINKS, engine=writes(text)) as server:
-        answer = await ask_both_ways(server, tools=TOOLS)
-        assert [block["type"] for block in answer["content"]] == kinds
-        assert answer["stop_reason"] == ("tool_use" if "tool_use" in kinds else "end_turn")
-
-
-async def test_thinking_that_is_omitted_keeps_its_signature():
-    async with over_asgi(template=REASONS, engine=writes("Hm.\n</think>\n\nHi.")) as server:
-        shown = await ask_both_ways(server, thinking={"type": "adaptive"})
-        hidden = await ask_both_ways(server, thinking={"type": "adaptive", "display": "omitted"})
-    first, text = shown["content"]
-    assert hidden["content"] == [first | {"thinking": ""}, text]
+    async with over_socket(template=THINKS, engine=writes(text)) as server, client_of(server) as client:
+        whole = await client.messages.create(**asked(tools=TOOLS))
+        async with client.messages.stream(**asked(tools=TOOLS)) as stream:
+            final = await stream.get_final_message()
+    for message in (whole, final):
+        assert [block.type for block in message.content] == kinds
+        assert message.stop_reason == ("tool_use" if "tool_use" in kinds else "end_turn")
 
 
 async def test_a_tool_loop_of_several_turns():
@@ -301,6 +165,34 @@ async def test_a_tool_loop_of_several_turns():
     assert "assistant: (First.) I look." in third
     assert third.count("no net") == 3
     assert third.count("Error: no net") == 1
+
+
+ALTERNATES = (
+    "{% for m in messages if m.role != 'system' %}{% if (m.role in ('user', 'tool')) != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if tools %}{# tool_calls #}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, ALTERNATES])
+async def test_texts_beside_results_fit_any_template(template: str):
+    """Claude Code adds reminders to the results of tools."""
+    call = {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": CITY}
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "rain"}
+    first, last = {"type": "text", "text": "first"}, {"type": "text", "text": "last"}
+    turns = [*HELLO, {"role": "assistant", "content": [call]}, {"role": "user", "content": [first, result, last]}]
+    async with over_asgi(template=template, engine=writes("ok")) as server:
+        await ask(server, messages=turns)
+        prompt = prompt_of(server)
+    words = [prompt.index(word) for word in ("first", "rain", "last")]
+    assert words == sorted(words)
+    assert ("first\n\nrain\n\nlast" in prompt) == (template == ALTERNATES)
+
+
+async def test_two_system_prompts_are_one():
+    async with over_asgi(engine=writes("ok")) as server:
+        await ask(server, system="first", messages=[{"role": "system", "content": "second"}, *HELLO])
+        assert prompt_of(server).count("system\n") == 1
 
 
 @pytest.mark.parametrize("streams", [False, True])
@@ -343,70 +235,40 @@ async def test_forms_of_answers():
 
 
 @pytest.mark.parametrize(
-    ("choice", "held", "one"),
-    [
-        ({"type": "auto"}, False, False),
-        ({"type": "none"}, False, False),
-        ({"type": "any"}, True, False),
-        ({"type": "any", "disable_parallel_tool_use": True}, True, True),
-        ({"type": "tool", "name": "weather"}, True, True),
-        ({"type": "auto", "disable_parallel_tool_use": True}, False, True),
-    ],
-)
-async def test_choices_of_tools(choice: dict[str, Any], held: bool, one: bool):
-    async with over_asgi(engine=writes(f"{CALL}\n{CALL}")) as server:
-        answer = await ask_both_ways(server, tools=TOOLS, tool_choice=choice)
-        assert bool(server.engine.submitted[0].grammar) == held
-    if choice["type"] == "none":
-        assert [block["type"] for block in answer["content"]] == ["text"]
-        assert answer["stop_reason"] == "end_turn"
-    else:
-        assert [block["type"] for block in answer["content"]] == ["tool_use"] * (1 if one else 2)
-        assert answer["stop_reason"] == "tool_use"
-
-
-@pytest.mark.parametrize(
     ("fields", "reason", "sequence"),
     [
-        ({}, "end_turn", None),
         ({"max_tokens": 3}, "max_tokens", None),
         ({"max_tokens": 0}, "max_tokens", None),
+        ({"max_tokens": 20_000}, "model_context_window_exceeded", None),
         ({"stop_sequences": ["zz", " tw"]}, "stop_sequence", " tw"),
     ],
 )
 async def test_reasons_of_the_end(fields: dict[str, Any], reason: str, sequence: str | None):
-    async with over_asgi(engine=writes("one two")) as server:
-        answer = await ask_both_ways(server, **fields)
-    assert (answer["stop_reason"], answer["stop_sequence"]) == (reason, sequence)
-    if sequence:
-        assert answer["content"] == [{"type": "text", "text": "one"}]
+    engine = writes("one two" * 20) | {"max_model_len": 64}
+    async with over_socket(engine=engine) as server, client_of(server) as client:
+        whole = await client.messages.create(**asked(**fields))
+        async with client.messages.stream(**asked(**fields)) as stream:
+            final = await stream.get_final_message()
+    for message in (whole, final):
+        assert (message.stop_reason, message.stop_sequence) == (reason, sequence)
 
 
-async def test_an_answer_ends_where_the_context_does():
-    async with over_asgi(engine=writes("x" * 100) | {"max_model_len": 64}) as server:
-        answer = await ask_both_ways(server, max_tokens=1000)
-        assert answer["stop_reason"] == "model_context_window_exceeded"
-        assert answer["usage"]["input_tokens"] + answer["usage"]["output_tokens"] == 64
-        error = await ask(server, 400, messages=[{"role": "user", "content": "x" * 100}])
-    assert error["error"]["type"] == "invalid_request_error"
-    assert error["error"]["message"].startswith("prompt is too long: ")
-    assert error["error"]["message"].endswith(" tokens > 64 maximum")
-
-
-async def test_a_call_that_was_cut_comes_back():
-    cut = CALL[: CALL.index("Kö")]
-    async with over_asgi(engine=writes(cut)) as server:
-        answer = await ask(server, tools=TOOLS, tool_choice={"type": "any"}, max_tokens=len(cut))
-        [block] = answer["content"]
-        assert answer["stop_reason"] == "max_tokens"
-        assert block["type"] == "tool_use"
-        events = await events_of(server, tools=TOOLS, tool_choice={"type": "any"}, max_tokens=len(cut))
-        pieces = [one["delta"]["partial_json"] for one in events if one["type"] == "content_block_delta"]
-        assert block["input"] == {"INVALID_JSON": "".join(pieces)}
-        result = {"type": "tool_result", "tool_use_id": block["id"], "is_error": True, "content": "the input is cut"}
-        back = [*HELLO, {"role": "assistant", "content": [block]}, {"role": "user", "content": [result]}]
-        await ask(server, messages=back, tools=TOOLS)
-        assert "the input is cut" in prompt_of(server)
+async def test_a_call_that_was_cut_goes_back():
+    cut = CALL[: CALL.index("ln")]
+    fields: Any = {"tools": TOOLS, "tool_choice": {"type": "any"}, "max_tokens": len(cut.encode())}
+    async with over_socket(engine=writes(cut)) as server, client_of(server) as client:
+        whole = await client.messages.create(**asked(**fields))
+        async with client.messages.stream(**asked(**fields)) as stream:
+            final = await stream.get_final_message()
+        for message in (whole, final):
+            [block] = message.content
+            assert block.type == "tool_use"
+            assert message.stop_reason == "max_tokens"
+            result = {"type": "tool_result", "tool_use_id": block.id, "is_error": True, "content": "it is cut"}
+            await client.messages.create(
+                **asked(messages=[*HELLO, message.to_param(), {"role": "user", "content": [result]}], tools=TOOLS)
+            )
+            assert "it is cut" in prompt_of(server)
 
 
 async def _raises(call: Any, kind: type[anthropic.APIStatusError], error: str, status: int) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.anthropic.test_clients import TOOLS, ask, events_of
+from tests.server.anthropic.test_messages import TIME, WEATHER, ask, body, events
 from tests.server.conftest import over_asgi
 from tests.server.openai.test_tools import CALL, THINKS, writes
 
@@ -54,6 +54,7 @@ def ends(reason: str) -> list[dict[str, Any]]:
     ]
 
 
+TOOLS = [WEATHER, TIME]
 PING = {"type": "ping"}
 
 
@@ -127,10 +128,10 @@ def has_keys(found: Any, wanted: Any, where: str) -> None:
 async def test_a_stream_is_as_documented(name: str):
     answer, recorded = RECORDED[name]
     async with over_asgi(template=THINKS, engine=writes(answer)) as server:
-        events = await events_of(server, tools=TOOLS)
+        stream = events(await server.http.post("/v1/messages", json=body(stream=True, tools=TOOLS)))
         whole = await ask(server, tools=TOOLS)
-    assert kinds(events) == kinds(recorded)
-    by_kind = {kinds([event])[0]: event for event in reversed(events) if event != PING}
+    assert kinds(stream) == kinds(recorded)
+    by_kind = {kinds([event])[0]: event for event in reversed(stream) if event != PING}
     for event in recorded:
         if event != PING:
             has_keys(by_kind[kinds([event])[0]], event, event["type"])
