@@ -29,12 +29,14 @@ from jaxserve.api_types import (
     EngineStats,
     FinishReason,
     SamplingParams,
+    ThinkingBudget,
     TokenEvent,
     TokenLogprobs,
 )
 from jaxserve.config.schema import EngineConfig
 from jaxserve.engine.core.loop import EngineLoop
 from jaxserve.engine.scheduling.grammars import Allowed, Grammars, RequestGrammar
+from jaxserve.engine.scheduling.thinking import ThinkingCounter
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.layout import LaidOutModel
 from jaxserve.models.registry import abstract_params, parse_model_config
@@ -47,6 +49,7 @@ from jaxserve.runtime.step import batch as batches
 from jaxserve.runtime.step.draw import DRAW
 from jaxserve.runtime.step.program import ProgramKey
 from jaxserve.step_plan import Capacity, Draw, SlotOpen, StepPlan
+from jaxserve.text.answers.thought_marks import make_marks
 from jaxserve.text.grammars.vocabulary import load_vocabulary
 from jaxserve.text.tokenizers.tokenizer import Tokenizer
 from jaxserve.text.tokenizers.tokenizer_parts import TokenizerParts
@@ -60,6 +63,7 @@ from tests.grammars import follow_in_turn, run_at_random
 from tests.models.forward import cpu_mesh, prompt_logits
 from tests.runtime import plain_sampling
 from tests.selection import grid
+from tests.thinking import is_used_up
 from tests.tiny_model import CONFIG, byte_tokenizer, locked, of_this_run, write_tiny_model
 from tests.weights.conftest import random_checkpoint
 
@@ -334,6 +338,8 @@ def _followed(request: EngineRequest) -> RequestGrammar:
         ignore_eos=False,
         one_by_one=True,
     )
+    if request.thinking is not None:
+        grammar.thinking = ThinkingCounter(request.thinking)
     _GRAMMARS.submit([grammar])
     return grammar
 
@@ -360,8 +366,11 @@ def _check(request: EngineRequest, answer: Answer, context: int, model: dict[str
     if model is LONGROPE and len(prompt) <= SHORT < len(logits):
         logits[:SHORT] = _naive_logits((prompt + tokens)[:SHORT], model)
     grammar = _followed(request) if request.grammar else None
+    forced = _forced(request, tokens)
     complete = False
     for i, token in enumerate(tokens):
+        if i in forced:
+            continue
         opened = SlotOpen(
             slot=0,
             rank=0,
@@ -389,14 +398,32 @@ def _check(request: EngineRequest, answer: Answer, context: int, model: dict[str
     _check_logprobs(request, answer, _naive_logprobs(logits))
 
 
+def _forced(request: EngineRequest, tokens: list[int]) -> set[int]:
+    """Check that the end of the reasoning follows where its budget is used up; return the indices of its tokens."""
+    budget, found, num_closings, end = request.thinking, set[int](), 0, 0
+    if budget is None or request.grammar:
+        return found
+    for i in range(len(tokens)):
+        if i >= end and is_used_up(budget, tokens[:i], _PIECES):
+            closing = budget.closings[min(num_closings, len(budget.closings) - 1)]
+            num_closings, end = num_closings + 1, i + len(closing)
+            assert tokens[i:end] == [*closing][: len(tokens) - i]
+            found.update(range(i, end))
+    return found
+
+
 def _check_logprobs(request: EngineRequest, answer: Answer, expected: np.ndarray) -> None:
     sampling, prompt = request.sampling, request.prompt_ids
     if sampling.logprobs is None:
         assert answer.logprobs == []
     else:
         assert [entry.token_id for entry in answer.logprobs] == answer.tokens
-        for row, entry in zip(expected[len(prompt) - 1 :], answer.logprobs):
-            _check_entry(entry, row, sampling.logprobs)
+        forced = _forced(request, answer.tokens)
+        for i, (row, entry) in enumerate(zip(expected[len(prompt) - 1 :], answer.logprobs)):
+            if i in forced:
+                assert entry.logprob == 0.0
+            else:
+                _check_entry(entry, row, sampling.logprobs)
     if answer.last.finish_reason is FinishReason.ABORT and answer.prompt_logprobs is None:
         return
     if sampling.prompt_logprobs is None:
@@ -429,6 +456,21 @@ def _random_prompt(rng: random.Random, longest: int, earlier: list[list[int]] | 
     return [*other[:kept], *own[: rng.randint(1, length)]][:longest]
 
 
+_PIECES = [*(bytes((byte,)) for byte in range(256)), b"", b""]
+
+
+def _budget(number: int) -> ThinkingBudget | None:
+    """A budget of every fifth request: within reasoning from the start, or whenever one of many bytes is drawn."""
+    if number % 5 != 2:
+        return None
+    begins = tuple(bytes((byte,)) for byte in range(128, 256))
+    if number % 2:
+        marks = make_marks(_PIECES, (b"<>",), (b"</>",), (tuple(b"</>"),), once=True)
+    else:
+        marks = make_marks(_PIECES, begins, (b"z", b"\n"), ((10,), tuple(b"the end\n")), once=False)
+    return marks.budget(number * 7 % 11, inside=number != 12)
+
+
 def _random_request(rng: random.Random, number: int, context: int, earlier: list[list[int]]) -> EngineRequest:
     """Greedy, whatever else is asked of it."""
     max_tokens = rng.choice([0, 1, rng.randint(2, 10), rng.randint(10, 40), 200])
@@ -445,6 +487,7 @@ def _random_request(rng: random.Random, number: int, context: int, earlier: list
     grammar = LLMatcher.grammar_from_regex(_REGEXES[number // 4 % len(_REGEXES)]) if number % 4 == 3 else ""
     return EngineRequest(
         grammar=grammar,
+        thinking=_budget(number),
         request_id=f"r{number}",
         prompt_ids=_random_prompt(rng, context - 1, earlier),
         priority=rng.choice([0, 0, 1]),
@@ -481,7 +524,7 @@ def test_greedy_tokens_are_those_of_the_request_alone(build: Build, name: str, o
     assert aborted > 0, "these seeds try no abort"
     assert loop.stats().num_preemptions > 0 or name not in ("tiny-pool", "groups")
     assert loop.stats().cache_hit_tokens > 0, "these seeds find nothing in the cache"
-    least = 8 if name in TIERED else 5 if name in GROUPS_TIERED else -1
+    least = 8 if name in TIERED else 2 if name in GROUPS_TIERED else -1
     assert loop.stats().host_load_pages > least, "these seeds load too little from host memory"
     assert_experts_are_counted(loop.stats(check=True), _model(name))
 
@@ -630,7 +673,8 @@ def test_a_head_drafts_from_what_the_model_has_seen(
     right = [0, 0]
     for _ in range(3):
         requests = [_random_request(rng, i, info.max_model_len, sequences) for i in range(8)]
-        requests = [msgspec.structs.replace(one, sampling=GREEDY) if i % 2 else one for i, one in enumerate(requests)]
+        greedily: dict[str, Any] = {"sampling": GREEDY, "thinking": None}
+        requests = [msgspec.structs.replace(one, **greedily) if i % 2 else one for i, one in enumerate(requests)]
         sampled = sampled_requests(rng)[:8]
         requests += [msgspec.structs.replace(request, request_id=f"s{i}") for i, request in enumerate(sampled)]
         lengths.paused = True

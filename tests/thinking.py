@@ -1,8 +1,10 @@
-"""Budgets for reasoning in the vocabulary of `tests.grammars`."""
+"""Budgets for reasoning in the vocabulary of `tests.grammars`, and when they are used up, found from whole outputs."""
 
 from __future__ import annotations
 
 import random
+import re
+from collections.abc import Sequence
 
 from jaxserve.api_types import ThinkingBudget
 from jaxserve.text.answers.thought_marks import make_marks
@@ -24,3 +26,25 @@ def random_budget(rng: random.Random) -> ThinkingBudget:
         begins = (b"Q", b"0")
     marks = make_marks(TOKENS, begins, _ENDS[kind], closings, once=once)
     return marks.budget(rng.choice([0, 1, 2, 3, rng.randint(4, 20)]), inside=rng.random() < 0.6)
+
+
+def is_used_up(budget: ThinkingBudget, outputs: Sequence[int], pieces: Sequence[bytes] = TOKENS) -> bool:
+    """Return whether reasoning goes on after `outputs` and has all tokens of its budget, read from the start."""
+    inside = [_is_inside(budget, b"".join(pieces[token] for token in outputs[:i])) for i in range(len(outputs) + 1)]
+    return inside[-1] and sum(map(int.__and__, inside, inside[1:])) >= budget.num_tokens
+
+
+def _is_inside(budget: ThinkingBudget, text: bytes) -> bool:
+    """Return whether a text ends inside of its reasoning."""
+    begins, ends = (re.compile(b"|".join(map(re.escape, texts))) for texts in (budget.begins, budget.ends))
+    at = 0
+    if budget.once and not budget.inside:
+        at = len(text) - len(text.lstrip())
+        found = begins.match(text, at)
+        return found is not None and ends.search(text, found.end()) is None
+    inside = budget.inside
+    while found := (ends if inside else begins).search(text, at):
+        if inside and budget.once:
+            return False
+        at, inside = found.end(), not inside
+    return inside

@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import dataclasses
 import random
-import re
 import zlib
 from collections import Counter
 from collections.abc import Sequence
 
-from jaxserve.api_types import EngineRequest, FinishReason, SamplingParams, ThinkingBudget, TokenLogprobs
+from jaxserve.api_types import EngineRequest, FinishReason, SamplingParams, TokenLogprobs
 from jaxserve.engine.scheduling.grammars import Allowed, RequestGrammar
 from jaxserve.engine.scheduling.thinking import ThinkingCounter
 from jaxserve.step_plan import Capacity, Chunk, Draw, DrawResult, SlotOpen, StepPlan, StepResult
-from tests.grammars import TOKENS, first_allowed, follow
+from tests.grammars import first_allowed, follow
+from tests.thinking import is_used_up
 
 VOCAB = 64
 
@@ -95,28 +95,6 @@ def run_alone(request: EngineRequest, max_model_len: int) -> Expected:
         if sampling.prompt_logprobs is None
         else [None, *(logprobs_of(prompt[:i], prompt[i]) for i in range(1, len(prompt)))],
     )
-
-
-def is_used_up(budget: ThinkingBudget, outputs: Sequence[int]) -> bool:
-    """Return whether reasoning goes on after `outputs` and has all tokens of its budget, read from the start."""
-    inside = [_is_inside(budget, b"".join(TOKENS[token] for token in outputs[:i])) for i in range(len(outputs) + 1)]
-    return inside[-1] and sum(map(int.__and__, inside, inside[1:])) >= budget.num_tokens
-
-
-def _is_inside(budget: ThinkingBudget, text: bytes) -> bool:
-    """Return whether a text ends inside of its reasoning."""
-    begins, ends = (re.compile(b"|".join(map(re.escape, texts))) for texts in (budget.begins, budget.ends))
-    at = 0
-    if budget.once and not budget.inside:
-        at = len(text) - len(text.lstrip())
-        found = begins.match(text, at)
-        return found is not None and ends.search(text, found.end()) is None
-    inside = budget.inside
-    while found := (ends if inside else begins).search(text, at):
-        if inside and budget.once:
-            return False
-        at, inside = found.end(), not inside
-    return inside
 
 
 def _grammar_of(request: EngineRequest) -> RequestGrammar | None:
