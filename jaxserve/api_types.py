@@ -299,7 +299,7 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
 
     A stop id that ended the output is the last of `token_ids` and also `stop_id`. Only the first event has
     `prompt_logprobs`, whose first entry is None, as nothing precedes the first token, and `queue_seconds`, the time
-    that the request waited in the engine before it first ran.
+    that the request waited in the engine before it first ran. The first and the last event have the `usage` so far.
     """
 
     request_id: str

@@ -323,6 +323,7 @@ class Scheduler:
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             queue_seconds=queue_seconds,
+            usage=None if queue_seconds is None else request.usage,
         )
 
     def _add_counted(self, request: Request, drawn: list[int], logprobs: list[TokenLogprobs] | None) -> TokenEvent:
