@@ -146,16 +146,19 @@ class MessageParam(msgspec.Struct, kw_only=True):
 
 
 class ThinkingEnabled(msgspec.Struct, tag="enabled", forbid_unknown_fields=True):
-    """Reasoning of at most `budget_tokens` tokens."""
+    """Reasoning of at most `budget_tokens` tokens. `block_binding` says what happens to reasoning that fails a check of
+    its signature, which this server doesn't make."""
 
     budget_tokens: Annotated[int, Meta(ge=0)]
     display: Literal["summarized", "omitted"] | None = None
+    block_binding: Any = None
 
 
 class ThinkingAdaptive(msgspec.Struct, tag="adaptive", forbid_unknown_fields=True):
     """Reasoning as the model likes."""
 
     display: Literal["summarized", "omitted"] | None = None
+    block_binding: Any = None
 
 
 class ThinkingDisabled(msgspec.Struct, tag="disabled", forbid_unknown_fields=True):

@@ -167,6 +167,40 @@ async def test_a_tool_loop_of_several_turns():
     assert third.count("Error: no net") == 1
 
 
+async def test_a_body_as_coding_agents_send_it():
+    cached = {"cache_control": {"type": "ephemeral", "ttl": "1h", "scope": "global"}}
+    call = {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": CITY, "caller": {"type": "direct"}}
+    body = asked(
+        max_tokens=32_000,
+        system=[
+            {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1.3; cch=00000;"},
+            {"type": "text", "text": "You are an agent.", **cached},
+        ],
+        messages=[
+            {"role": "user", "content": [{"type": "text", "text": "<system-reminder>a</system-reminder>"}]},
+            {"role": "assistant", "content": [{"type": "thinking", "thinking": "Hm.", "signature": "x"}, call]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "toolu_1", "content": [], **cached}]},
+        ],
+        tools=[{**WEATHER, "eager_input_streaming": True, **cached}],
+        metadata={"user_id": "user_1"},
+        thinking={"type": "adaptive", "block_binding": {"prefix_mismatch_behavior": "drop_block"}},
+        context_management={"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        output_config={"effort": "high"},
+        temperature=1,
+    )
+    async with over_asgi(engine=writes("ok")) as server:
+        answer = await server.http.post("/v1/messages?beta=true", json=body, headers={"anthropic-beta": "a,b"})
+        assert answer.status_code == 200, answer.text
+        counted = await server.http.post(
+            "/v1/messages/count_tokens?beta=true",
+            json={name: body[name] for name in ("messages", "system", "tools", "thinking", "output_config")},
+        )
+        prompt = prompt_of(server)
+    assert counted.json()["input_tokens"] == answer.json()["usage"]["input_tokens"]
+    assert "billing" not in prompt
+    assert "You are an agent." in prompt
+
+
 ALTERNATES = (
     "{% for m in messages if m.role != 'system' %}{% if (m.role in ('user', 'tool')) != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('roles must alternate') }}{% endif %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
