@@ -210,17 +210,16 @@ def _take_forced(matcher: LLMatcher) -> tuple[int, ...]:
 
 def _end_thinking(counter: ThinkingCounter, matcher: LLMatcher) -> tuple[int, ...]:
     """Consume and return what ends the reasoning, if its budget is used up, and the tokens that must follow."""
-    forced: tuple[int, ...] = ()
-    while counter.is_used_up and not matcher.is_stopped():
-        closing = counter.closing()
-        if matcher.validate_tokens(list(closing)) < len(closing):  # not here, perhaps within a character
-            break
-        matcher.consume_tokens(list(closing))
-        counter.close()
-        following = _take_forced(matcher)
-        counter.push(following)
-        forced += closing + following
-    return forced
+    if not counter.is_used_up or matcher.is_stopped():
+        return ()
+    closing = counter.closing()
+    if matcher.validate_tokens(list(closing)) < len(closing):  # not here, perhaps within a character
+        return ()
+    matcher.consume_tokens(list(closing))
+    counter.close()
+    following = _take_forced(matcher)
+    counter.push(following)
+    return closing + following
 
 
 def _only(token: int) -> bytes:

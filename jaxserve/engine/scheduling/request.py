@@ -244,6 +244,17 @@ class Request:
                 return tokens[:count], FinishReason.LENGTH, None
         return tokens, None, None
 
+    def passes(self, token: int) -> bool:
+        """Count the next token of an output whose reasoning is counted, if nothing but the count changes; else return
+        False."""
+        counter = self.thinking
+        assert counter is not None
+        if not counter.passes(token):
+            return False
+        if not counter.is_inside and self.pause_at < self.max_new_tokens:
+            self.pause_at += 1
+        return True
+
     def add_counted_outputs(self, drawn: list[int]) -> tuple[list[int], list[int], FinishReason | None, int | None]:
         """Add drawn tokens to an output whose reasoning is counted, then the tokens that must end the reasoning.
 

@@ -235,7 +235,7 @@ class Scheduler:
                 and tokens[0] not in request.stop_ids
                 and not request.wants_logprobs
                 and request.queue_seconds is None
-                and request.thinking is None
+                and (request.thinking is None or request.passes(tokens[0]))
             ):  # nearly always, nothing ends and nothing else is reported
                 outputs.append(tokens[0])
                 num_tokens += 1

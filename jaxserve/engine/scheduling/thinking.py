@@ -22,15 +22,16 @@ _BLANK_RUN = re.compile(b"(?:" + b"|".join(map(re.escape, _BLANKS)) + b")*")
 class ThinkingCounter:
     """The place of an output in its reasoning, and the rest of its budget.
 
-    `is_over` says that no reasoning can come any more.
+    It `is_inside` of it or not; `is_over` says that no reasoning can come any more.
     """
 
-    __slots__ = ("_budget", "_inside", "_left", "_num_closings", "_tail", "is_over")
+    __slots__ = ("_budget", "_fragments", "_left", "_num_closings", "_tail", "is_inside", "is_over")
 
     def __init__(self, budget: ThinkingBudget) -> None:
         self._budget = budget
+        self._fragments = budget.fragments
         self._left = budget.num_tokens
-        self._inside = budget.inside
+        self.is_inside = budget.inside
         self._tail = b""  # the end of the output that may become one of the texts
         self._num_closings = 0
         self.is_over = False
@@ -38,7 +39,7 @@ class ThinkingCounter:
     @property
     def is_used_up(self) -> bool:
         """Whether the output is inside of its reasoning, and a closing must follow."""
-        return self._inside and self._left <= 0
+        return self.is_inside and self._left <= 0
 
     @property
     def num_free(self) -> int:
@@ -46,24 +47,35 @@ class ThinkingCounter:
         if self.is_over:
             return sys.maxsize
         left = max(self._left, 0)
-        if self._inside:
+        if self.is_inside:
             return left
         return left + (1 if self._tail else self._budget.num_begin_tokens)
 
+    def passes(self, token: int) -> bool:
+        """Count a token that has no part of a text and changes nothing but the count; else return False."""
+        if self._tail or token in self._fragments:
+            return False
+        if not self.is_inside:
+            return not self._budget.once
+        if self._left <= 1:
+            return False
+        self._left -= 1
+        return True
+
     def push(self, tokens: Iterable[int]) -> None:
         """Add tokens to the output. One in which reasoning begins or ends doesn't count as reasoning."""
-        fragments = self._budget.fragments
+        fragments = self._fragments
         for token in tokens:
             if self.is_over:
                 return
-            was_inside = self._inside
+            was_inside = self.is_inside
             piece = fragments.get(token)
             if piece is not None:
                 self._read(self._tail + piece)
             else:
                 self._tail = b""
                 self.is_over = self._budget.once and not was_inside
-            if was_inside and self._inside:
+            if was_inside and self.is_inside:
                 self._left -= 1
 
     def closing(self) -> tuple[int, ...]:
@@ -81,23 +93,23 @@ class ThinkingCounter:
         """Read the end of the output, from where a text may begin."""
         budget = self._budget
         while not self.is_over:
-            if budget.once and not self._inside:
+            if budget.once and not self.is_inside:
                 found, data = _at_start(data, budget.begins)
                 if found is None:
                     self._tail = data
                     return
-                self._inside, self.is_over = found, not found
+                self.is_inside, self.is_over = found, not found
                 continue
-            texts = budget.ends if self._inside else budget.begins
+            texts = budget.ends if self.is_inside else budget.begins
             match = _any_of(texts).search(data)
             if match is None:
                 self._tail = data[_beginning_in(data, texts) :]
                 return
             # In channels, a text that ends reasoning may also be the beginning of one that begins it
-            goes_on = self._inside and any(text.startswith(match[0]) for text in budget.begins)
+            goes_on = self.is_inside and any(text.startswith(match[0]) for text in budget.begins)
             data = data[match.start() if goes_on else match.end() :]
-            self.is_over = self._inside and budget.once
-            self._inside = not self._inside
+            self.is_over = self.is_inside and budget.once
+            self.is_inside = not self.is_inside
 
 
 def _at_start(data: bytes, begins: Sequence[bytes]) -> tuple[bool | None, bytes]:

@@ -85,13 +85,15 @@ def plan_answer(
     is_held: bool,
     separates_reasoning: bool,
     shows_reasoning: bool,
+    ends_reasoning: bool = False,
 ) -> AnswerPlan:
-    """Return how answers are read that begin at a place in their reasoning. With `is_held`, they have a grammar."""
+    """Return how answers are read that begin at a place in their reasoning. With `is_held`, they have a grammar; with
+    `ends_reasoning`, the prompt ends with the mark that ends it."""
     names = loaded.formats
     reasons = names.reasoning is not None and separates_reasoning
     formats: list[Format] = []
     if names.reasoning is not None and (reasons or tools is not None):  # calls come after it, wherever it is reported
-        formats.append(names.reasoning.read(inside=place is Place.INSIDE))
+        formats.append(names.reasoning.read(inside=place is Place.INSIDE, ended=ends_reasoning))
     if tools is not None and not names.in_channels:
         formats.append(held_calls(names.calls.held) if tools.required else names.calls.read(tools.schemas))
     has_free_calls = tools is not None and not tools.required and not names.in_channels

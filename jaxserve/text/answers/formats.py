@@ -77,9 +77,10 @@ class ReasoningFormat:
         """Whether reasoning is a message in a channel."""
         return self.marks is None
 
-    def read(self, *, inside: bool) -> Format:
-        """Return the reader of an answer that may begin with reasoning, or begins `inside` of it."""
-        return harmony if self.marks is None else thinking(self.marks, inside=inside)
+    def read(self, *, inside: bool, ended: bool = False) -> Format:
+        """Return the reader of an answer that may begin with reasoning, or begins `inside` of it, or where it has just
+        `ended`."""
+        return harmony if self.marks is None else thinking(self.marks, inside=inside, ended=ended)
 
 
 def _json_calls(name: str, in_templates: str, others: tuple[str, ...], text: CallText, end: str) -> CallFormat:

@@ -22,10 +22,10 @@ GRANITE = Thinking(
 )
 
 
-def thinking(marks: Thinking, *, inside: bool) -> Format:
+def thinking(marks: Thinking, *, inside: bool, ended: bool = False) -> Format:
     """Return the format of an answer that begins with reasoning, or not; it begins `inside` if the prompt ends so.
 
-    Blanks around reasoning belong to the marks.
+    Blanks around reasoning belong to the marks, also if the prompt has `ended` it.
     """
 
     def read(reader: Reader) -> Steps[None]:
@@ -40,7 +40,7 @@ def thinking(marks: Thinking, *, inside: bool) -> Format:
             reader.end_reasoning()
             blanks = ""
             yield from reader.take_space()
-        reader.add("content", blanks)
+        reader.add("content", "" if ended else blanks)
         yield from reader.copy("content")
 
     return read

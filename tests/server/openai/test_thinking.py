@@ -55,7 +55,7 @@ async def test_reasoning_is_cut_whole_and_streamed(budget: int):
 
 async def test_a_budget_of_nothing_ends_the_thought_in_the_prompt():
     form = {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}
-    async with over_asgi(template=REASONS, engine=writes("Hi.")) as server:
+    async with over_asgi(template=REASONS, engine=writes("\n\nHi.")) as server:
         choice = await ask_both_ways(server, thinking_token_budget=0)
         assert prompt_of(server) == "hello:<think></think>"
         await ask(server, thinking_token_budget=0, **form)
