@@ -220,7 +220,7 @@ class _Messages:
 
     def add(self, message: MessageParam, where: str, *, shows_text: bool) -> None:
         """Add a message. Without `shows_text`, only its changes of tools remain."""
-        parts = [TextPart(message.content)] if isinstance(message.content, str) else message.content
+        parts = [TextPart(message.content)] if isinstance(message.content, str) else message.content or []
         if message.output_config:
             raise InvalidRequestError(
                 f"{where}.output_config is not supported: use output_config of the request",
@@ -261,7 +261,7 @@ class _Messages:
             elif isinstance(part, ToolUsePart):
                 self.names[part.id] = part.name
                 calls.append(
-                    {"id": part.id, "type": "function", "function": {"name": part.name, "arguments": part.input}}
+                    {"id": part.id, "type": "function", "function": {"name": part.name, "arguments": part.input or {}}}
                 )
             elif not isinstance(part, RedactedThinkingPart):
                 raise _refused(part, f"{where}.content[{number}]", "assistant")
@@ -294,18 +294,16 @@ class _Messages:
             text = f"Error: {text}" if text else "Error"
         last, before = self.found[-1:], self.found[-2:-1]
         if not self.text_after_result and last and last[0]["role"] == "user" and before and "tool_calls" in before[0]:
-            text = "\n\n".join([*(part["text"] for part in self.found.pop()["content"]), text])
+            text = "\n\n".join([*self.found.pop()["content"], text])
         message: dict[str, Any] = {"role": "tool", "tool_call_id": result.tool_use_id, "content": text}
         if name := self.names.get(result.tool_use_id):
             message["name"] = name
         self.found.append(message)
 
     def rendered(self) -> list[dict[str, Any]]:
-        """Return the messages, those of one text with that text as their content, as chat's clients send it."""
+        """Return the messages, each with one text: some templates would join several without anything between."""
         return [
-            {**message, "content": message["content"][0]["text"]}
-            if isinstance(message["content"], list) and len(message["content"]) == 1
-            else message
+            {**message, "content": "\n".join(message["content"])} if isinstance(message["content"], list) else message
             for message in self.found
         ]
 
@@ -315,14 +313,13 @@ class _Messages:
         begins = [message["role"] for message in self.found] in ([], ["system"])
         if role == "system" and not begins and not self.later_system:
             role, texts = "user", [f"<system>\n{text}\n</system>" for text in texts]
-        parts = [{"type": "text", "text": text} for text in texts]
         last = self.found[-1] if self.found else {}
         if last.get("role") == role and (role == "user" or begins):
-            last["content"] += parts
+            last["content"] += texts
         elif last.get("role") == "tool" and role == "user" and not self.text_after_result:
             last["content"] = "\n\n".join([last["content"], *texts])
         else:
-            self.found.append({"role": role, "content": parts})
+            self.found.append({"role": role, "content": [*texts]})
 
 
 _KINDS: Mapping[str, str] = {"image": "images", "document": "documents", "search_result": "search results"}

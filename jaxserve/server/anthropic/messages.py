@@ -10,7 +10,7 @@ from jaxserve.server.anthropic.events import MessageShape
 from jaxserve.server.anthropic.protocol import CountTokensRequest, MessagesRequest
 from jaxserve.server.anthropic.responses import TokenCount
 from jaxserve.server.errors import ContextLengthError, HttpError
-from jaxserve.server.generation.chat_messages import shows_later_system
+from jaxserve.server.generation.chat_messages import shows_later_system, try_template
 from jaxserve.server.generation.conversation import Conversation, count_prompt, prepare_answer
 from jaxserve.server.generation.engine_requests import engine_requests
 from jaxserve.server.generation.responder import respond
@@ -105,9 +105,6 @@ async def _shows_text_after_result(loaded: LoadedModel) -> bool:
             {"role": "tool", "tool_call_id": call["id"], "name": "probe", "content": "x"},
             {"role": "user", "content": "jaxserve-probe"},
         ]
-        try:
-            shown = await loaded.chat_template.render(probe)
-        except InvalidRequestError:
-            shown = ""
-        facts["text_after_result"] = "jaxserve-probe" in shown
-    return facts["text_after_result"]
+        facts["text_after_result"] = "jaxserve-probe" in await try_template(loaded, probe)
+    found: bool = facts["text_after_result"]
+    return found

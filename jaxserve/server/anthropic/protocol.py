@@ -63,11 +63,11 @@ class RedactedThinkingPart(msgspec.Struct, tag="redacted_thinking"):
 
 
 class ToolUsePart(msgspec.Struct, tag="tool_use"):
-    """A call of a tool."""
+    """A call of a tool. Some clients send arguments that were cut off as the text they are."""
 
     id: str
     name: str
-    input: dict[str, Any]
+    input: dict[str, Any] | str | None = None
 
 
 class ToolResultPart(msgspec.Struct, tag="tool_result"):
@@ -140,7 +140,7 @@ class MessageParam(msgspec.Struct, kw_only=True):
     """One message. A message of the system with `clear_at: next_user_message` is left out after a later question."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | list[ContentBlock] = ""
+    content: str | list[ContentBlock] | None = None
     clear_at: Literal["never", "next_user_message"] | None = None
     output_config: NullOrEmptyObject = None
 
@@ -200,6 +200,8 @@ class ToolChoiceTool(msgspec.Struct, tag="tool", forbid_unknown_fields=True):
 
 class ToolChoiceNone(msgspec.Struct, tag="none", forbid_unknown_fields=True):
     """The model calls no tool."""
+
+    disable_parallel_tool_use: bool | None = None
 
 
 class ContextEdit(msgspec.Struct):

@@ -98,10 +98,11 @@ async def shows_later_system(loaded: LoadedModel) -> bool:
     """Return whether the model's template shows a message of the system in its place after others."""
     facts = loaded.template_facts
     if "later_system" not in facts:
-        texts = ("jaxserve-first", "jaxserve-answer", "jaxserve-second", "jaxserve-probe")
-        roles = ("user", "assistant", "user", "system")
+        words = ("first", "answer", "second", "probe", "reply", "third")
+        texts = tuple(f"jaxserve-{word}" for word in words)
+        roles = ("user", "assistant", "user", "system", "assistant", "user")
         probe = [{"role": role, "content": text} for role, text in zip(roles, texts)]
-        shown = await _try(loaded, [{"role": "system", "content": "x"}, *probe])
+        shown = await try_template(loaded, [{"role": "system", "content": "x"}, *probe])
         places = [shown.find(text) for text in texts]
         facts["later_system"] = places[0] > -1 and places == sorted(places)
     found: bool = facts["later_system"]
@@ -117,7 +118,7 @@ async def reasoning_end(loaded: LoadedModel) -> str:
     if "reasoning_end" not in facts:
         thought, content = "jaxserve-thought", "jaxserve-content"
         answer = {"role": "assistant", "content": content, **dict.fromkeys(_REASONING, thought)}
-        shown = await _try(loaded, [{"role": "user", "content": "x"}, answer])
+        shown = await try_template(loaded, [{"role": "user", "content": "x"}, answer])
         before, _, after = shown.rpartition(content)[0].rpartition(thought)
         ends = () if marks is None else marks.ends
         facts["reasoning_end"] = after if before and after.strip() in ends else ends[0] if ends else ""
@@ -125,7 +126,7 @@ async def reasoning_end(loaded: LoadedModel) -> str:
     return found
 
 
-async def _try(loaded: LoadedModel, messages: list[dict[str, Any]]) -> str:
+async def try_template(loaded: LoadedModel, messages: list[dict[str, Any]]) -> str:
     """Return the prompt of messages, or "" if the template refuses them."""
     try:
         return await loaded.chat_template.render(messages, add_generation_prompt=False)

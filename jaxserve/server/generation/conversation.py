@@ -96,7 +96,7 @@ async def prepare_answer(state: ServerState, loaded: LoadedModel, asked: Convers
         is_held=grammar != "",
         separates_reasoning=asked.separates_reasoning,
         shows_reasoning=asked.shows_reasoning,
-        ends_reasoning=ends_at_once,
+        ends_reasoning=bool(closing),
     )
     return PreparedAnswer(ids, grammar, plan, thinking)
 

@@ -238,7 +238,7 @@ def test_messages_become_those_of_a_chat():
     other = {"id": "t2", "type": "function", "function": {"name": "time", "arguments": {}}}
     assert asked(messages=messages, system="s").messages == [
         {"role": "system", "content": "s"},
-        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "user", "content": "a\nb"},
         {"role": "assistant", "content": "c", "reasoning_content": "hm", "tool_calls": [call, other]},
         {"role": "tool", "tool_call_id": "t1", "name": "weather", "content": "rain"},
         {"role": "tool", "tool_call_id": "t2", "name": "time", "content": "Error: no clock"},
@@ -328,12 +328,8 @@ async def test_a_template_that_moves_or_refuses_later_system_messages_gets_them_
         state, _ = make_state(template)
         assert await shows_later_system(state.require_loaded()) is expected
     note = {"role": "system", "content": "note"}
-    assert asked(messages=[*HELLO, note], later_system=False).messages == [
-        {
-            "role": "user",
-            "content": [{"type": "text", "text": "hello"}, {"type": "text", "text": "<system>\nnote\n</system>"}],
-        }
-    ]
+    [message] = asked(messages=[*HELLO, note], later_system=False).messages
+    assert message == {"role": "user", "content": "hello\n<system>\nnote\n</system>"}
 
 
 @pytest.mark.parametrize(
