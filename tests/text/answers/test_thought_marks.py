@@ -8,13 +8,17 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from llguidance import LLMatcher
 
 from jaxserve.api_types import ThinkingBudget
+from jaxserve.engine.scheduling.grammars import Grammars, RequestGrammar
 from jaxserve.engine.scheduling.thinking import ThinkingCounter
 from jaxserve.text.answers.answer import Answer
 from jaxserve.text.answers.formats import ReasoningFormat, choose_formats
 from jaxserve.text.answers.harmony import MARKS
+from jaxserve.text.answers.held import whole_answer
 from jaxserve.text.answers.thought_marks import ThoughtMarks, make_marks, thought_marks
+from jaxserve.text.grammars.vocabulary import load_vocabulary
 from jaxserve.text.tokenizers.tokenizer import Tokenizer
 from jaxserve.text.tokenizers.tokenizer_parts import TokenizerParts
 from tests.tiny_model import byte_tokenizer
@@ -148,3 +152,49 @@ def test_special_tokens_count_as_text_where_answers_show_them(shows: bool) -> No
     counter.push([256, *b"<th", 256, *b"ink>"])
     assert counter.is_over == shows
     assert counter.is_used_up != shows
+
+
+@pytest.mark.parametrize(
+    ("name", "special", "inside", "begin", "end"),
+    [
+        ("deepseek_r1", True, True, "", "</think>"),
+        ("deepseek_r1", False, True, "", "</think>"),
+        ("deepseek_r1", True, False, "<think>", "</think>"),
+        ("deepseek_r1", False, False, "<think>", "</think>"),
+        ("granite", False, False, "Here is my thought process:", "Here is my response:"),
+        ("gemma4", True, False, "<|channel>thought", "<channel|>"),
+        ("gpt_oss", True, False, ANALYSIS, "<|end|><|start|>assistant"),
+    ],
+)
+def test_a_grammar_is_followed_through_the_end(name: str, special: bool, inside: bool, begin: str, end: str) -> None:
+    texts = (*MARKS, "<|constrain|>", "<think>", "</think>", "<|channel>", "<channel|>") if special else ()
+    tokenizer = _tokenizer(*texts)
+    formats = choose_formats("", reasoning=name)
+    marks = thought_marks(_format(name), tokenizer, shows_special_tokens=True)
+    grammar = RequestGrammar(
+        whole_answer(LLMatcher.grammar_from_regex("[0-9]{3}"), formats, tokenizer, inside=inside),
+        stop_ids=(257,),
+        min_tokens=0,
+        ignore_eos=False,
+        one_by_one=False,
+    )
+    grammar.thinking = ThinkingCounter(marks.budget(4, inside=inside))
+    grammars = Grammars(lambda: load_vocabulary(tokenizer))
+    written: list[int] = []
+    # The fourth token of the thought is the first byte of a character
+    waiting = [*tokenizer.encode(begin), *"Hm é".encode()]
+    while not grammar.found.complete and len(written) < 100:
+        grammars.submit([grammar])
+        assert grammar.job is not None
+        grammar.job.result()
+        found = grammar.found
+        assert found.error is None
+        written += found.forced
+        if len(written) <= len(tokenizer.encode(begin)):  # the grammar may force a part of it
+            waiting = waiting[len(found.forced) :]
+        if not found.complete:
+            allowed = (token for token in range(tokenizer.vocab_size) if found.tokens[token // 8] >> token % 8 & 1)
+            written.append(waiting.pop(0) if waiting else next(allowed))
+            grammar.push(written[-1])
+    text = tokenizer.decode(written, skip_special_tokens=False)
+    assert text.startswith(f"{begin}Hm é{end}")
