@@ -10,9 +10,10 @@ from jaxserve.api_types import ThinkingBudget
 from jaxserve.text.answers.thought_marks import make_marks
 from tests.grammars import TOKENS, encode
 
-# Texts of one token, of a part of one, and of several, for the beginning and the end of reasoning.
+# Texts of one token, of a part of one, and of several, for the beginning and the end of reasoning. Where one begins
+# another, the shorter one comes first: it is read as soon as it is there.
 _BEGINS = ((b"ab", *(bytes((char,)) for char in b"cdefghijklm")), (b" ", b"w", b"x", b"y", b"z"), (b"or", b"lo"))
-_ENDS = ((b"b",), (b"lol", b"lo"), (b"ld", b"P7"), (b"z", b"zz", b"w"), (b"never",))
+_ENDS = ((b"b",), (b"lo", b"Q7"), (b"ld", b"P7"), (b"z", b"zz", b"w"), (b"never",))
 _CLOSINGS = (("b",), ("lo", "world"), ("P7", "lol"), ("zw", "ldP7"), ("never", "never"))
 
 
