@@ -92,6 +92,7 @@ def conversation(
         messages.rendered(),
         TemplateOptions(continues),
         tools=tools.use(request),
+        shown_tools=tools.shown,
         form=_form(request),
         reasoning_effort=None if isinstance(thinking, ThinkingDisabled) else effort,
         thinking_budget=thinking.budget_tokens if isinstance(thinking, ThinkingEnabled) else None,
@@ -146,7 +147,7 @@ class _Tools:
         return _REMOVED + name
 
     def use(self, request: CountTokensRequest) -> ToolUse | None:
-        """Return how the answer may use tools. The template shows those that can be called from the start."""
+        """Return how the answer may use tools, or None if it may call none."""
         chosen = request.tool_choice
         choice: ToolChoice = "auto"
         if isinstance(chosen, ToolChoiceNone):
@@ -161,8 +162,13 @@ class _Tools:
             found = tool_use(tools, choice, several=several)
         except InvalidRequestError as error:
             raise _renamed(error) from error
-        shown = tool_use(self._shown, "auto", several=True)
-        return None if found is None else dataclasses.replace(found, shown=[] if shown is None else shown.shown)
+        return None if found is None else dataclasses.replace(found, shown=self.shown)
+
+    @property
+    def shown(self) -> list[dict[str, Any]]:
+        """The tools that the template shows, whatever may be called now: the prompt begins alike on each turn."""
+        use = tool_use(self._shown, "auto", several=True)
+        return [] if use is None else use.shown
 
     def _define(self, tool: ToolDefinition, where: str) -> None:
         function = ToolFunction(tool.name, tool.description, tool.input_schema, tool.strict)

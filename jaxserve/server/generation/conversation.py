@@ -29,14 +29,16 @@ from jaxserve.text.grammars.formats import grammar_of
 class Conversation:
     """Messages, the options of their template, and what is asked of the answer.
 
-    `form` is the form that it must have, after the field that says so. `add_special_tokens`: the tokenizer adds its
-    own, though a template writes them itself. An answer has at most `thinking_budget` tokens of reasoning; -1 is no
-    bound, None the server's default. `thinks` asks for reasoning or for none, unless the options do.
+    Without `tools`, the template shows `shown_tools`, of which none may be called. `form` is the form that the answer
+    must have, after the field that says so. `add_special_tokens`: the tokenizer adds its own, though a template writes
+    them itself. An answer has at most `thinking_budget` tokens of reasoning; -1 is no bound, None the server's default.
+    `thinks` asks for reasoning or for none, unless the options do.
     """
 
     messages: list[dict[str, Any]]
     options: ChatOptions
     tools: ToolUse | None = None
+    shown_tools: list[dict[str, Any]] | None = None
     form: tuple[str, StructuredOutputs] | None = None
     reasoning_effort: str | None = None
     add_special_tokens: bool = False
@@ -112,7 +114,7 @@ class _Beginning(NamedTuple):
 
 
 async def _begin(state: ServerState, loaded: LoadedModel, asked: Conversation) -> _Beginning:
-    tools, effort = None if asked.tools is None else asked.tools.shown, asked.reasoning_effort
+    tools, effort = asked.shown_tools if asked.tools is None else asked.tools.shown, asked.reasoning_effort
     prompt = await render_prompt(state, loaded, asked.messages, asked.options, tools, effort, asked.thinks)
     place = place_in_reasoning(
         loaded.formats.thinking,

@@ -301,6 +301,21 @@ async def test_what_comes_in_the_middle_is_rendered_there():
     assert list(asked(messages=turns, tools=tools).tools.schemas) == ["weather", "later", "second"]
 
 
+async def test_tools_stay_where_none_may_be_called():
+    """The prompt begins alike, but what looks like a call is text."""
+    gone = {
+        "role": "system",
+        "content": [{"type": "tool_removal", "tool": {"type": "tool_reference", "name": "weather"}}],
+    }
+    async with over_asgi(THINKS, engine=writes(CALL)) as server:
+        messages = []
+        for fields in ({}, {"tool_choice": {"type": "none"}}, {"messages": [*HELLO, gone]}):
+            messages.append(await ask_both_ways(server, tools=[WEATHER], **fields))
+        shown = [bytes(request.prompt_ids).decode().partition("[{")[2] for request in server.engine.submitted]
+    assert len(set(shown)) == 1
+    assert [message["content"][0]["type"] for message in messages] == ["tool_use", "text", "text"]
+
+
 def test_a_tool_may_be_defined_in_a_message():
     part = {"type": "tool_addition", "tool": {"type": "tool_definition", "definition": WEATHER}}
     found = asked(messages=[*HELLO, {"role": "system", "content": [part]}])
