@@ -41,6 +41,8 @@ from jaxserve.server.http.decoding import validation_error
 BILLING_HEADER = "x-anthropic-billing-header:"
 """Claude Code begins its first system block with this and a hash of the request, which no cached prefix survives."""
 
+# Claude Code puts texts that begin with this beside results of tools.
+_REMINDER = "<system-reminder>"
 _ADDED = "This tool may be called from now on:\n"
 _REMOVED = "This tool may not be called any more: "
 _EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
@@ -322,10 +324,15 @@ class _Messages:
         last = self.found[-1] if self.found else {}
         if last.get("role") == role and (role == "user" or begins):
             last["content"] += texts
-        elif last.get("role") == "tool" and role == "user" and not self.text_after_result:
+        elif last.get("role") == "tool" and role == "user" and self._belong_to_result(texts):
             last["content"] = "\n\n".join([last["content"], *texts])
         else:
             self.found.append({"role": role, "content": [*texts]})
+
+    def _belong_to_result(self, texts: Sequence[str]) -> bool:
+        """Return whether texts after a result become part of it. A reminder is no question: after one, templates would
+        drop the reasoning before it."""
+        return not self.text_after_result or all(text.startswith(_REMINDER) for text in texts)
 
 
 _KINDS: Mapping[str, str] = {"image": "images", "document": "documents", "search_result": "search results"}

@@ -247,6 +247,17 @@ def test_messages_become_those_of_a_chat():
     ]
 
 
+def test_a_reminder_beside_a_result_is_no_question():
+    def turn(text: str) -> list[dict[str, Any]]:
+        call = {"type": "tool_use", "id": "t", "name": "weather", "input": {}}
+        parts = [{"type": "tool_result", "tool_use_id": "t", "content": "rain"}, {"type": "text", "text": text}]
+        return [*HELLO, {"role": "assistant", "content": [call]}, {"role": "user", "content": parts}]
+
+    reminder = "<system-reminder>Be brief.</system-reminder>"
+    assert asked(messages=turn(reminder)).messages[-1]["content"] == f"rain\n\n{reminder}"
+    assert asked(messages=turn("And Oslo?")).messages[-1] == {"role": "user", "content": "And Oslo?"}
+
+
 @pytest.mark.parametrize("form", ["text", "blocks"])
 async def test_the_billing_header_is_no_part_of_the_prompt(form: str):
     def system(nonce: str) -> Any:
