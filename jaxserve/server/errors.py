@@ -27,7 +27,7 @@ logger = logging.getLogger("jaxserve.server")
 QUEUE_FULL_PREFIX = "queue full"
 
 # The routes whose errors have Anthropic's form, and its types of errors by status.
-_MESSAGES = "/v1/messages"
+MESSAGES_PATH = "/v1/messages"
 _MESSAGES_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -71,7 +71,7 @@ class HttpError(JaxserveError):
 
     def encode(self, path: str = "") -> bytes:
         """Return the JSON for a client of the route `path`."""
-        return msgspec.json.encode(self.messages_body() if path.startswith(_MESSAGES) else self.body())
+        return msgspec.json.encode(self.messages_body() if path.startswith(MESSAGES_PATH) else self.body())
 
 
 class ContextLengthError(InvalidRequestError):
@@ -152,7 +152,7 @@ def invalid_http() -> HttpError:
 
 
 def invalid_api_key() -> HttpError:
-    """Return a 401 for a missing or wrong bearer key."""
+    """Return a 401 for a missing or wrong key."""
     return HttpError(
         401,
         "Missing or wrong API key: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'",

@@ -10,6 +10,7 @@ import msgspec
 
 import jaxserve
 from jaxserve.server.admin.schemas import request_schemas
+from jaxserve.server.errors import MESSAGES_PATH
 from jaxserve.server.http.auth import PATHS_WITHOUT_KEY
 from jaxserve.server.server_state import ServerState
 
@@ -24,9 +25,22 @@ class ErrorObject(msgspec.Struct):
 
 
 class ErrorResponse(msgspec.Struct):
-    """The response of every status of 400 and above."""
+    """The response of every status of 400 and above, except on `/v1/messages`."""
 
     error: ErrorObject
+
+
+class MessagesErrorObject(msgspec.Struct):
+    """The error in Anthropic's form."""
+
+    type: str
+    message: str
+
+
+class MessagesErrorResponse(msgspec.Struct, tag="error"):
+    """The response of every status of 400 and above on `/v1/messages`."""
+
+    error: MessagesErrorObject
 
 
 @dataclass(frozen=True)
@@ -46,8 +60,9 @@ def openapi_document(operations: Sequence[Operation], state: ServerState) -> byt
     """Return the OpenAPI 3.1 document of `operations`, with the limits of the served model."""
     with_key = state.config.api_key is not None
     types: list[type] = [kind for item in operations for kind in (item.body, item.response) if kind is not None]
-    schemas, components = request_schemas([*types, ErrorResponse], state)
-    reference: dict[type, dict[str, Any]] = dict(zip([*types, ErrorResponse], schemas))
+    types += [ErrorResponse, MessagesErrorResponse]
+    schemas, components = request_schemas(types, state)
+    reference: dict[type, dict[str, Any]] = dict(zip(types, schemas))
     paths: dict[str, dict[str, Any]] = {}
     for item in operations:
         paths.setdefault(_plain_path(item.path), {})[item.method.lower()] = _operation(
@@ -64,7 +79,10 @@ def openapi_document(operations: Sequence[Operation], state: ServerState) -> byt
         "components": {"schemas": components},
     }
     if with_key:
-        result["components"]["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
+        result["components"]["securitySchemes"] = {
+            "bearer": {"type": "http", "scheme": "bearer"},
+            "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+        }
     return msgspec.json.encode(result)
 
 
@@ -83,7 +101,7 @@ def _operation(item: Operation, reference: dict[type, dict[str, Any]], *, with_k
             "application/json": {
                 "schema": {
                     "anyOf": [
-                        reference[ErrorResponse],
+                        reference[MessagesErrorResponse if item.path.startswith(MESSAGES_PATH) else ErrorResponse],
                         {"type": "object", "properties": {"status": {"type": "string"}}},
                     ]
                 }
@@ -101,5 +119,5 @@ def _operation(item: Operation, reference: dict[type, dict[str, Any]], *, with_k
     if item.body is not None:
         result["requestBody"] = {"required": True, "content": {"application/json": {"schema": reference[item.body]}}}
     if with_key and item.path not in PATHS_WITHOUT_KEY:
-        result["security"] = [{"bearer": []}]
+        result["security"] = [{"bearer": []}, {"x-api-key": []}]
     return result

@@ -113,7 +113,7 @@ def _form(request: CountTokensRequest) -> tuple[str, StructuredOutputs] | None:
 
 
 class _Tools:
-    """The tools of a request: all that were defined, and those that may be called at this point of the messages."""
+    """Keeps the tools that a request defines, and which of them may be called after the messages so far."""
 
     def __init__(self, request: CountTokensRequest) -> None:
         self._defined: dict[str, ToolFunction] = {}

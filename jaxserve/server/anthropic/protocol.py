@@ -57,7 +57,7 @@ class ThinkingPart(msgspec.Struct, tag="thinking"):
 
 
 class RedactedThinkingPart(msgspec.Struct, tag="redacted_thinking"):
-    """Reasoning that nobody can read. It is not part of the prompt."""
+    """Encrypted reasoning, which is left out of the prompt."""
 
     data: str | None = None
 

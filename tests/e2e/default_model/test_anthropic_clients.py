@@ -82,7 +82,7 @@ def test_the_blocking_client_in_a_tool_loop(server: ServerProcess) -> None:
             cached.append(usage.cache_read_input_tokens or 0)
             assert counted.input_tokens == usage.input_tokens + cached[-1]
             go_on(messages, answer)
-        assert cached[2] > cached[1] > 0, "the prompt of a turn begins with that of the one before"
+        assert cached[2] > cached[1] > 0, "each turn finds more cached tokens"
 
 
 def test_the_asynchronous_client_streams_what_the_whole_has(server: ServerProcess) -> None:

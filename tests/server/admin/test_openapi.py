@@ -75,11 +75,20 @@ async def test_fields_are_described(document: dict[str, Any]):
     assert {"messages", "max_completion_tokens", "top_k"} <= set(schemas["ChatRequest"]["properties"])
 
 
+async def test_errors_are_described_in_the_form_of_their_route(document: dict[str, Any], server: ServerUnderTest):
+    for path, known in (("/v1/messages", {"type", "error"}), ("/v1/completions", {"error"})):
+        answer = document["paths"][path]["post"]["responses"]["default"]["content"]["application/json"]["schema"]
+        name = answer["anyOf"][0]["$ref"].rpartition("/")[2]
+        found = (await server.http.post(path, json={"x": 1})).json()
+        assert set(document["components"]["schemas"][name]["properties"]) == set(found) == known
+
+
 async def test_security_is_documented_where_a_key_is_required():
     async with over_asgi(api_key="k") as server:
         headers = {"authorization": "Bearer k"}
         document = (await server.http.get("/openapi.json", headers=headers)).json()
-    assert document["paths"]["/v1/completions"]["post"]["security"] == [{"bearer": []}]
+    assert document["paths"]["/v1/completions"]["post"]["security"] == [{"bearer": []}, {"x-api-key": []}]
+    assert set(document["components"]["securitySchemes"]) == {"bearer", "x-api-key"}
     assert "security" not in document["paths"]["/health"]["get"]
 
 

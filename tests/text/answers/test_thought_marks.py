@@ -92,7 +92,7 @@ def test_the_count_agrees_with_the_reader(name: str, data: st.DataObject) -> Non
 @pytest.mark.parametrize("name", PARTS)
 @given(data=st.data())
 def test_no_budget_is_used_up_before_its_bound(name: str, data: st.DataObject) -> None:
-    """What the planner counts on: so many tokens may follow, whatever they are."""
+    """The planner relies on this number: no tokens, however chosen, use up the budget sooner."""
     vocabulary = [part.encode() for part in PARTS[name] + ANY]
     marks = _marks(name)
     marks = make_marks(vocabulary, marks.begins, marks.ends, ((0,),), once=marks.once)
