@@ -10,11 +10,11 @@ from jaxserve.server.anthropic.events import MessageShape
 from jaxserve.server.anthropic.protocol import CountTokensRequest, MessagesRequest
 from jaxserve.server.anthropic.responses import TokenCount
 from jaxserve.server.errors import ContextLengthError, HttpError
-from jaxserve.server.generation.chat_messages import shows_later_system, try_template
 from jaxserve.server.generation.conversation import Conversation, count_prompt, prepare_answer
 from jaxserve.server.generation.engine_requests import engine_requests
 from jaxserve.server.generation.responder import respond
 from jaxserve.server.generation.sampling_fields import sampling_params
+from jaxserve.server.generation.template_facts import shows_later_system, shows_text_after_result
 from jaxserve.server.http.exchange import HttpExchange
 from jaxserve.server.http.fields import refuse_unsupported_fields
 from jaxserve.server.server_state import LoadedModel, ServerState
@@ -90,21 +90,5 @@ async def _conversation(state: ServerState, loaded: LoadedModel, request: CountT
         request,
         keeps_billing_header=state.config.keep_billing_header,
         later_system=await shows_later_system(loaded),
-        text_after_result=await _shows_text_after_result(loaded),
+        text_after_result=await shows_text_after_result(loaded),
     )
-
-
-async def _shows_text_after_result(loaded: LoadedModel) -> bool:
-    """Return whether the model's template takes a message of the user after the result of a tool."""
-    facts = loaded.template_facts
-    if "text_after_result" not in facts:
-        call = {"id": "jaxserve1", "type": "function", "function": {"name": "probe", "arguments": {}}}
-        probe: list[dict[str, Any]] = [
-            {"role": "user", "content": "x"},
-            {"role": "assistant", "content": "", "tool_calls": [call]},
-            {"role": "tool", "tool_call_id": call["id"], "name": "probe", "content": "x"},
-            {"role": "user", "content": "jaxserve-probe"},
-        ]
-        facts["text_after_result"] = "jaxserve-probe" in await try_template(loaded, probe)
-    found: bool = facts["text_after_result"]
-    return found

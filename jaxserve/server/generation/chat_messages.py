@@ -14,6 +14,7 @@ import msgspec
 from jaxserve.errors import ConfigError, InvalidRequestError
 from jaxserve.server.generation.message_fields import (
     EFFORTS,
+    REASONING_NAMES,
     ROLES,
     UNSUPPORTED_MESSAGE_FIELDS,
     MessageCall,
@@ -23,8 +24,6 @@ from jaxserve.server.generation.prompts import LONG, TextEncoder, run_off_event_
 from jaxserve.server.http.decoding import validation_error
 from jaxserve.server.server_state import LoadedModel, ServerState
 
-# Names of an answer's reasoning: vLLM's and SGLang's, OpenRouter's, gpt-oss'.
-_REASONING = ("reasoning_content", "reasoning", "thinking")
 RESERVED_ARGUMENTS = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
 THINKING_SWITCHES = ("enable_thinking", "thinking")
 """The variables by which templates turn reasoning on and off."""
@@ -92,46 +91,6 @@ async def render_prompt(
     if not escapes:
         return RenderedPrompt(text, text, loaded.tokenizer)
     return RenderedPrompt(loaded.escaped_marks.restore(text), text, loaded.escaped_marks)
-
-
-async def shows_later_system(loaded: LoadedModel) -> bool:
-    """Return whether the model's template shows a message of the system in its place after others."""
-    facts = loaded.template_facts
-    if "later_system" not in facts:
-        words = ("first", "answer", "second", "probe", "reply", "third")
-        texts = tuple(f"jaxserve-{word}" for word in words)
-        roles = ("user", "assistant", "user", "system", "assistant", "user")
-        probe = [{"role": role, "content": text} for role, text in zip(roles, texts)]
-        shown = await try_template(loaded, [{"role": "system", "content": "x"}, *probe])
-        places = [shown.find(text) for text in texts]
-        facts["later_system"] = places[0] > -1 and places == sorted(places)
-    found: bool = facts["later_system"]
-    return found
-
-
-async def reasoning_end(loaded: LoadedModel) -> str:
-    """Return what the model's template writes between reasoning and content: a mark that ends reasoning, and blanks.
-
-    Without a template that shows reasoning, it is the mark alone, or "" for a model that has none.
-    """
-    marks, facts = loaded.formats.thinking, loaded.template_facts
-    if "reasoning_end" not in facts:
-        thought, content = "jaxserve-thought", "jaxserve-content"
-        answer = {"role": "assistant", "content": content, **dict.fromkeys(_REASONING, thought)}
-        shown = await try_template(loaded, [{"role": "user", "content": "x"}, answer])
-        before, _, after = shown.rpartition(content)[0].rpartition(thought)
-        ends = () if marks is None else marks.ends
-        facts["reasoning_end"] = after if before and after.strip() in ends else ends[0] if ends else ""
-    found: str = facts["reasoning_end"]
-    return found
-
-
-async def try_template(loaded: LoadedModel, messages: list[dict[str, Any]]) -> str:
-    """Return the prompt of messages, or "" if the template refuses them."""
-    try:
-        return await loaded.chat_template.render(messages, add_generation_prompt=False)
-    except InvalidRequestError:
-        return ""
 
 
 def text_of(message: dict[str, Any]) -> str:
@@ -253,8 +212,8 @@ def _prepare(number: int, given: dict[str, Any], source: str) -> dict[str, Any]:
 @functools.lru_cache(4)
 def _reasoning_names(source: str) -> tuple[str, ...]:
     """Return the names under which a template reads the reasoning of a message."""
-    read = set(re.findall(rf"[.'\"]({'|'.join(_REASONING)})\b", source))
-    return tuple(name for name in _REASONING if name in read)
+    read = set(re.findall(rf"[.'\"]({'|'.join(REASONING_NAMES)})\b", source))
+    return tuple(name for name in REASONING_NAMES if name in read)
 
 
 def _with_reasoning(message: dict[str, Any], source: str) -> dict[str, Any]:
@@ -263,7 +222,7 @@ def _with_reasoning(message: dict[str, Any], source: str) -> dict[str, Any]:
     gpt-oss' template shows the content beside calls as reasoning, and takes no other then.
     """
     names = _reasoning_names(source)
-    given = next((message[name] for name in _REASONING if isinstance(message.get(name), str)), "")
+    given = next((message[name] for name in REASONING_NAMES if isinstance(message.get(name), str)), "")
     if not given or not names or any(name in message for name in names):
         return message
     content = message["content"]

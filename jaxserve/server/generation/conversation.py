@@ -12,13 +12,13 @@ from jaxserve.server.generation.answers import AnswerPlan, Place, answer_grammar
 from jaxserve.server.generation.chat_messages import (
     ChatOptions,
     RenderedPrompt,
-    reasoning_end,
     render_prompt,
     switches_thinking,
     text_of,
 )
 from jaxserve.server.generation.engine_requests import check_grammar
 from jaxserve.server.generation.prompts import check_prompt, encode_texts
+from jaxserve.server.generation.template_facts import reasoning_end
 from jaxserve.server.generation.tools import ToolUse
 from jaxserve.server.server_state import LoadedModel, ServerState
 from jaxserve.text.answers.thought_marks import ThoughtMarks

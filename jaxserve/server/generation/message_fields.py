@@ -9,6 +9,8 @@ import msgspec
 from jaxserve.server.http.fields import bound_at_load, explicit_schema
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+# Names of an answer's reasoning: vLLM's and SGLang's, OpenRouter's, gpt-oss'.
+REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
 # Fields of a message that are not passed to chat templates.
 UNSUPPORTED_MESSAGE_FIELDS = ("audio", "function_call")
 
