@@ -22,7 +22,7 @@ def paged_attention(
     rows: Rows,
     options: AttentionOptions,
     backend: Backend = REFERENCE,
-) -> tuple[Float[Array, "tokens heads head_dim"], PagedKV]:
+) -> tuple[Float[Array, "tokens heads value_dim"], PagedKV]:
     """Compute causal attention of ragged queries over paged keys and values, and write the new `k` and `v`.
 
     The output of padding tokens is unspecified, and they are not written. Contents of pages that the page table names
@@ -30,6 +30,9 @@ def paged_attention(
     though their entries are page ids as well.
 
     Without `k` and `v`, the pool has the new tokens already and is only read: another layer of this step wrote them.
+
+    With a pool of latent rows, `k` are the new rows, and there is no `v`: the value of a token is the first
+    `kv.value_dim` numbers of its row, and so the output has heads of that size.
 
     If the pool holds fp8, the layer's `scales` divide what is written and multiply what is read.
 

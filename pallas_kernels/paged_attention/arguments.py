@@ -36,6 +36,9 @@ class Rows:
 
     `decode_only` promises that every row is a decode, `max_queries` that no row has more queries than this. If it is
     set, as in steps that verify drafts, decode kernels compute all rows, whatever `num_decodes` is.
+
+    With `chunks_only`, the rows before `num_decodes` are left out, however many queries they have: their output is
+    unspecified, and their tokens are not written.
     """
 
     page_table: Int[Array, "rows max_pages"]
@@ -45,6 +48,7 @@ class Rows:
     num_seqs: Int[Array, ""]
     decode_only: bool = dataclasses.field(default=False, metadata={"static": True})
     max_queries: int | None = dataclasses.field(default=None, metadata={"static": True})
+    chunks_only: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def positions(self, tokens: int) -> tuple[Int[Array, " tokens"], Int[Array, " tokens"]]:
         """Return each token's row and position; for padding, anything within the rows."""
@@ -54,10 +58,11 @@ class Rows:
         return row, self.kv_lens[row] - self.query_starts[row + 1] + token
 
     def slots(self, tokens: int, page_size: int) -> Int[Array, " tokens"]:
-        """Return each token's index among the tokens of a layer's pages of one head; -1 for padding."""
+        """Return each token's index among the tokens of a layer's pages of one head; -1 for those not written."""
         row, position = self.positions(tokens)
         slots = self.page_table[row, position // page_size] * page_size + position % page_size
-        return jnp.where(jnp.arange(tokens, dtype=jnp.int32) < self.query_starts[self.num_seqs], slots, -1)
+        slots = jnp.where(jnp.arange(tokens, dtype=jnp.int32) < self.query_starts[self.num_seqs], slots, -1)
+        return jnp.where(row < self.num_decodes, -1, slots) if self.chunks_only else slots
 
     def decodes(self, tokens: int) -> DecodeRows:
         """Return the rows that decode kernels compute: decodes, or with `max_queries` each query as its own row."""

@@ -14,7 +14,10 @@ _LARGEST = {np.dtype(jnp.float8_e4m3fn): 448.0, np.dtype(jnp.float8_e5m2): 57344
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """The shapes and dtypes of a model's attention on one shard."""
+    """The shapes and dtypes of a model's attention on one shard.
+
+    With latent rows, a row has `head_dim` numbers, of which the first `value_dim` are the value.
+    """
 
     heads: int
     kv_heads: int
@@ -22,6 +25,7 @@ class Problem:
     page_size: int
     dtype: np.dtype
     kv_dtype: np.dtype
+    value_dim: int | None = None
 
 
 def is_float8(dtype: Any) -> bool:

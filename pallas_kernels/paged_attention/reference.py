@@ -57,30 +57,35 @@ def paged_attention(
     rows: Rows,
     options: AttentionOptions,
     backend: Backend,
-) -> tuple[Float[Array, "tokens heads head_dim"], PagedKV]:
+) -> tuple[Float[Array, "tokens heads value_dim"], PagedKV]:
     """Compute `api.paged_attention`, in the same way on every target."""
     tokens, heads, head_dim = q.shape
     kv_heads = kv.num_kv_heads
     group = heads // kv_heads
-    if k is not None and v is not None:
+    if k is not None:
         kv = write_kv(k, v, kv, layer, rows)
     sinks = None if options.sinks is None else options.sinks.reshape(kv_heads, group)
     kv_scales = None if kv.scales is None else kv.scales[:, layer]
     facts = _LayerOptions(options.scale, options.window, options.soft_cap, sinks, kv_scales)
     table = _entries(rows.page_table, kv, layer)
     queries = q.reshape(tokens, kv_heads, group, head_dim)
+    if rows.chunks_only:
+        out = jnp.zeros((tokens + QUERY_TILE, kv_heads, group, kv.value_dim or head_dim), jnp.float32)
+        out = _prefill(queries, out, kv, table, rows, facts)
+        return out[:tokens].reshape(tokens, heads, -1).astype(q.dtype), kv
     most = min(tokens, table.shape[0])
     lens = jnp.where(jnp.arange(most) < rows.num_decodes, rows.kv_lens[:most], 0)
     shared = jnp.zeros((), jnp.int32)
     if most > 1 and options.window is None:  # of the page table without the layer's offset: XLA computes it once
         shared = _shared_pages(rows.page_table[:most], lens, kv.page_size)
     decoded = _decode(queries[:most], kv, table[:most], lens, shared, rows.num_decodes, facts)
+    width = decoded.shape[-1]
     if rows.decode_only:
-        return decoded.reshape(q.shape).astype(q.dtype), kv
-    out = jnp.zeros((tokens + QUERY_TILE, kv_heads, group, head_dim), jnp.float32)
+        return decoded.reshape(tokens, heads, width).astype(q.dtype), kv
+    out = jnp.zeros((tokens + QUERY_TILE, kv_heads, group, width), jnp.float32)
     out = lax.dynamic_update_slice_in_dim(out, decoded, 0, axis=0)
     out = _prefill(queries, out, kv, table, rows, facts)
-    return out[:tokens].reshape(q.shape).astype(q.dtype), kv
+    return out[:tokens].reshape(tokens, heads, width).astype(q.dtype), kv
 
 
 def _entries(
@@ -105,13 +110,13 @@ def _decode(
     shared: Int[Array, ""],
     num_decodes: Int[Array, ""],
     facts: _LayerOptions,
-) -> Float[Array, "rows kv_heads group head_dim"]:
+) -> Float[Array, "rows kv_heads group value_dim"]:
     """Compute one query a row: the `shared` pages for all rows at once, then `DECODE_ROWS` rows at a time.
 
     Groups of rows past `num_decodes` cost nothing.
     """
     rows = q.shape[0]
-    state = _empty_softmax(q.shape[:3], q.shape[3])
+    state = _empty_softmax(q.shape[:3], kv.value_dim or q.shape[3])
     if rows > 1 and facts.window is None:
         state = _decode_shared(q, kv, table[0], lens > 0, shared, facts)
     if rows <= DECODE_ROWS:
@@ -128,7 +133,7 @@ def _decode(
         return lax.dynamic_update_slice_in_dim(out, done, at, axis=0)
 
     groups = (num_decodes + DECODE_ROWS - 1) // DECODE_ROWS
-    return lax.fori_loop(0, groups, body, jnp.zeros(q.shape, jnp.float32))[:rows]
+    return lax.fori_loop(0, groups, body, jnp.zeros(state.out.shape, jnp.float32))[:rows]
 
 
 def _decode_rows(
@@ -139,7 +144,7 @@ def _decode_rows(
     first: Int[Array, ""],
     state: _RunningSoftmax,
     facts: _LayerOptions,
-) -> Float[Array, "rows kv_heads group head_dim"]:
+) -> Float[Array, "rows kv_heads group value_dim"]:
     """Compute decodes from page `first` on; `state` is the softmax over the pages before it.
 
     With a window, each row begins at the first page that it sees instead.
@@ -180,7 +185,7 @@ def _decode_rows(
     start = jax.tree.map(lambda x: x.reshape(rows * kv_heads, *x.shape[2:]), state)
     state = lax.fori_loop(0, blocks, body, start)
     sinks = None if facts.sinks is None else jnp.tile(facts.sinks, (rows, 1))
-    return _finish(state, sinks).reshape(q.shape)
+    return _finish(state, sinks).reshape(rows, kv_heads, group, -1)
 
 
 def _shared_pages(table: Int[Array, "rows pages"], lens: Int[Array, " rows"], page_size: int) -> Int[Array, ""]:
@@ -220,18 +225,18 @@ def _decode_shared(
         return _advance(state, _cap(logits, facts), (query_positions & held)[None], values, "hqt,htd->hqd")
 
     blocks = (num_pages + per_block - 1) // per_block
-    state = lax.fori_loop(0, blocks, body, _empty_softmax((kv_heads, rows * group), head_dim))
+    state = lax.fori_loop(0, blocks, body, _empty_softmax((kv_heads, rows * group), kv.value_dim or head_dim))
     return jax.tree.map(lambda x: x.reshape(kv_heads, rows, group, *x.shape[2:]).swapaxes(0, 1), state)
 
 
 def _prefill(
     q: Float[Array, "tokens kv_heads group head_dim"],
-    out: Float[Array, "padded_tokens kv_heads group head_dim"],
+    out: Float[Array, "padded_tokens kv_heads group value_dim"],
     kv: PagedKV,
     table: Int[Array, "rows pages"],
     rows: Rows,
     facts: _LayerOptions,
-) -> Float[Array, "padded_tokens kv_heads group head_dim"]:
+) -> Float[Array, "padded_tokens kv_heads group value_dim"]:
     """Compute rows from `num_decodes` on, as a work list of query tiles in token order.
 
     The last tile of a row also writes over the next row's first tokens; the next tile overwrites these.
@@ -276,9 +281,10 @@ def _prefill(
             return _advance(state, _cap(logits, facts), seen[None], values, "hqt,htd->hqd")
 
         blocks = (end + block - 1) // block
-        state = lax.fori_loop(first, blocks, body, _empty_softmax((kv_heads, group * QUERY_TILE), head_dim))
+        width = kv.value_dim or head_dim
+        state = lax.fori_loop(first, blocks, body, _empty_softmax((kv_heads, group * QUERY_TILE), width))
         sinks = None if facts.sinks is None else jnp.repeat(facts.sinks, QUERY_TILE, axis=1)
-        done = _finish(state, sinks).reshape(kv_heads, group, QUERY_TILE, head_dim).transpose(2, 0, 1, 3)
+        done = _finish(state, sinks).reshape(kv_heads, group, QUERY_TILE, width).transpose(2, 0, 1, 3)
         return lax.dynamic_update_slice_in_dim(out, done, at, axis=0)
 
     return lax.fori_loop(0, tile_ends[-1], tile, out)
@@ -291,13 +297,14 @@ def _gather(
     head_dim: int,
     which: int,
     entries: Int[Array, "rows pages"],
-) -> Float[Array, "rows_heads tokens head_dim"]:
+) -> Float[Array, "rows_heads tokens width"]:
     """Return the keys (0) or values (1) of some pages, with rows and heads as one dimension."""
     pages = kv.gather(which, entries, head_dim)
     if scales is not None:
-        pages = pages.astype(jnp.float32) * scales[which][:, None, None, None, None]
+        scale = scales[which if kv.value_dim is None else 0]
+        pages = pages.astype(jnp.float32) * scale[:, None, None, None, None]
     pages = pages.astype(dtype).swapaxes(0, 1)
-    return pages.reshape(pages.shape[0] * pages.shape[1], -1, head_dim)
+    return pages.reshape(pages.shape[0] * pages.shape[1], -1, pages.shape[-1])
 
 
 def _cap(logits: Float[Array, "..."], facts: _LayerOptions) -> Float[Array, "..."]:

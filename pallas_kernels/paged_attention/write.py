@@ -14,7 +14,7 @@ from pallas_kernels.paged_attention.problem import is_float8, largest_float8
 
 def write_kv(
     k: Float[Array, "tokens kv_heads head_dim"],
-    v: Float[Array, "tokens kv_heads head_dim"],
+    v: Float[Array, "tokens kv_heads head_dim"] | None,
     kv: PagedKV,
     layer: int | Int[Array, ""],
     rows: Rows,
@@ -28,7 +28,7 @@ def write_kv(
     else:
         at = (head * kv.num_entries + layer * kv.num_pages) * kv.page_size + slots
     at = jnp.where(slots >= 0, at, math.prod(kv.keys.shape[:3]))
-    new = as_pool_rows(as_pool_dtype(k, kv, layer, 0), as_pool_dtype(v, kv, layer, 1), kv)
+    new = as_pool_rows(as_pool_dtype(k, kv, layer, 0), None if v is None else as_pool_dtype(v, kv, layer, 1), kv)
     return kv.with_pools([_scatter(pool, at, one) for pool, one in zip(kv.pools, new, strict=True)])
 
 

@@ -45,6 +45,8 @@ _MOST_QUERIES = 512
 
 def refusal(problem: Problem, target: KernelTarget) -> str | None:
     """Return what isn't supported (dtype, head size or page size), or None."""
+    if problem.value_dim is not None:
+        return "cpu has no kernel for latent rows"
     for what, dtype in (("computes in", problem.dtype), ("reads KV caches of", problem.kv_dtype)):
         if dtype.name not in DTYPES:
             return f"cpu {what} {' and '.join(DTYPES)}, not {dtype.name}"

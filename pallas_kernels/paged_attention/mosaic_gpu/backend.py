@@ -38,6 +38,8 @@ _MAX_STAGES = 8
 
 def refusal(problem: Problem, target: KernelTarget) -> str | None:
     """Return what isn't supported (dtype, head size, ratio of heads or page size), or None."""
+    if problem.value_dim is not None:
+        return "mosaic_gpu has no kernel for latent rows"
     if problem.dtype != jnp.bfloat16:
         return f"mosaic_gpu takes queries of bfloat16, not of {problem.dtype.name}"
     if problem.kv_dtype not in (jnp.bfloat16, jnp.float8_e4m3fn):

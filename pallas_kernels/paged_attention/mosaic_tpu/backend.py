@@ -51,6 +51,8 @@ _TABLE_PAGES = 2**15
 
 def refusal(problem: Problem, target: KernelTarget) -> str | None:
     """Return what isn't supported (dtype, head size, ratio of heads or page size), or None."""
+    if problem.value_dim is not None:
+        return "mosaic_tpu has no kernel for latent rows"
     if problem.dtype.name not in DTYPES:
         return f"mosaic_tpu computes in {' and '.join(DTYPES)}, not in {problem.dtype.name}"
     if problem.kv_dtype.name not in DTYPES and not is_float8(problem.kv_dtype):

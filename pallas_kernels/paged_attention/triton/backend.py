@@ -48,6 +48,8 @@ _PARTIAL_BYTES = 32 * 2**20
 
 def refusal(problem: Problem, target: KernelTarget) -> str | None:
     """Return what isn't supported (dtype, head size, ratio of heads or page size), or None."""
+    if problem.value_dim is not None:
+        return "triton has no kernel for latent rows"
     if problem.dtype.name not in DTYPES:
         return f"triton computes in {', '.join(DTYPES)}, not in {problem.dtype.name}"
     if problem.kv_dtype == jnp.float8_e4m3fn:

@@ -22,7 +22,8 @@ class Case:
 
     The program has `pad_rows` more rows and `pad_tokens` more tokens than the batch. The first `shared_pages` pages of
     all rows are the same, as with the prefix cache. `kv_dtype` is the pool's dtype if it differs from the queries'.
-    With `reuses`, the pool has the new tokens already.
+    With `reuses`, the pool has the new tokens already. With `value_dim`, the pool has latent rows.
+    With `chunks_only`, the first `num_decodes` rows are left out.
     """
 
     name: str
@@ -46,6 +47,8 @@ class Case:
     decode_only: bool = False
     max_queries: int | None = None
     reuses: bool = False
+    value_dim: int | None = None
+    chunks_only: bool = False
     seed: int = 0
 
     def __str__(self) -> str:
@@ -55,6 +58,8 @@ class Case:
 @dataclasses.dataclass(frozen=True)
 class Batch:
     """The arguments of `paged_attention`, and each row's whole keys and values `[length, kv_heads, head_dim]`.
+
+    The `values` of latent rows are the first numbers of the `keys`.
 
     For a pool of fp8, `rows` has the scaled values.
     """
@@ -117,6 +122,7 @@ def make_batch(case: Case, *, max_pages: int | None = None, num_pages: int | Non
         # Small enough that some numbers are clipped: normal ones go up to 4, those of fp8 to 448 or 57344.
         least = 2.0 / float(jnp.finfo(kv_dtype).max)
         scales = rng.uniform(least, 4 * least, (2, case.num_layers, case.kv_heads)).astype(np.float32)
+    value_dim = case.value_dim or case.head_dim
     pools = np.full((2, case.kv_heads, case.num_layers * num_pages, size, case.head_dim), np.nan, kv_dtype)
     tokens = sum(new for _, new in case.rows)
     total = len(case.rows) + case.pad_rows if case.decode_only else tokens + case.pad_tokens
@@ -130,6 +136,8 @@ def make_batch(case: Case, *, max_pages: int | None = None, num_pages: int | Non
         pages += [free.pop() for _ in range(used[row] - len(pages))]
         page_table[row, : len(pages)] = pages
         both = np.concatenate([prefix, normal(2, length - shared * size, case.kv_heads, case.head_dim)], axis=1)
+        if case.value_dim is not None:
+            both[1] = both[0]
         held = stored(case, both, scales)
         old = length - new
         for position in range(firsts[row], length if case.reuses else old):
@@ -138,13 +146,13 @@ def make_batch(case: Case, *, max_pages: int | None = None, num_pages: int | Non
         new_kv[:, starts[-1] : starts[-1] + new] = both[:, old:]
         starts.append(starts[-1] + new)
         meant = held if scales is None else held.astype(np.float32) * scales[:, case.layer, None, :, None]
-        rows.append((meant[0], meant[1]))
+        rows.append((meant[0], meant[1] if case.value_dim is None else meant[0, ..., :value_dim]))
     return Batch(
         q=q,
         k=None if case.reuses else new_kv[0],
-        v=None if case.reuses else new_kv[1],
+        v=None if case.reuses or case.value_dim is not None else new_kv[1],
         keys=pools[0],
-        values=pools[1],
+        values=pools[1] if case.value_dim is None else pools[0, ..., :value_dim],
         page_table=page_table,
         query_starts=np.array(starts + [starts[-1]] * case.pad_rows, np.int32),
         kv_lens=np.array([length for length, _ in case.rows] + [0] * case.pad_rows, np.int32),
@@ -160,7 +168,8 @@ def rows_of(case: Case, batch: Batch) -> Rows:
     """Return the rows of a batch."""
     counts = np.int32(batch.num_decodes), np.int32(batch.num_seqs)
     where = batch.page_table, batch.query_starts, batch.kv_lens, *counts
-    return Rows(*where, decode_only=case.decode_only, max_queries=case.max_queries)
+    promises = {"decode_only": case.decode_only, "max_queries": case.max_queries, "chunks_only": case.chunks_only}
+    return Rows(*where, **promises)
 
 
 def options_of(case: Case, batch: Batch) -> AttentionOptions:
@@ -201,6 +210,11 @@ def _shared(
     return Case(name, rows + more, num_decodes, shared_pages=shared_pages, decode_only=prefill is None, **o)
 
 
+# Rows of a tiny latent attention, and those of DeepSeek-V2, V3 and Kimi-K2
+LATENT = {"heads": 4, "kv_heads": 1, "head_dim": 48, "value_dim": 32, "scale": 0.15}
+DEEPSEEK = {
+    "kv_heads": 1, "head_dim": 576, "value_dim": 512, "page_size": 64, "dtype": "bfloat16", "scale": 0.05,
+}  # fmt: skip
 FP8_BF16 = {"dtype": "bfloat16", "kv_dtype": "float8_e4m3fn"}
 
 CASES = [
@@ -284,6 +298,26 @@ CASES = [
     _few_queries("few-queries-fp8-dim-256-page-128", **FP8_BF16, heads=16, kv_heads=1, head_dim=256, page_size=128),
     Case("few-queries-after-decodes", ((40, 1), (33, 1), (50, 4), (9, 9)), 2, max_queries=9),
     _prefill("prefill-fp8-dim-80", kv_dtype="float8_e4m3fn", heads=6, kv_heads=3, head_dim=80, page_size=32),
+    Case("chunks-only", ((70, 1), (150, 20), (33, 33), (170, 70)), 2, chunks_only=True),
+    Case(
+        "chunks-only-dim-192", ((70, 5), (130, 130), (64, 64)), 1, chunks_only=True, heads=3, kv_heads=3, head_dim=192
+    ),
+    Case("chunks-only-without-any", ((70, 1), (150, 20)), 2, chunks_only=True),
+    Case("chunks-only-latent", ((70, 1), (150, 20), (33, 33), (170, 70)), 2, chunks_only=True, **LATENT),
+    _mixed("latent", **LATENT),
+    _decode("decode-latent", **LATENT),
+    _prefill("prefill-latent", **LATENT),
+    _few_queries("few-queries-latent", **LATENT),
+    Case("nothing-live-latent", (), 0, pad_rows=3, pad_tokens=8, **LATENT),
+    _shared("decodes-that-share-latent", 20, 18, **LATENT),
+    _mixed("latent-bf16-page-64", **{**LATENT, "dtype": "bfloat16", "page_size": 64, "heads": 5}),
+    _decode("decode-latent-of-deepseek-v3", **DEEPSEEK, heads=128),
+    _decode("decode-latent-of-deepseek-v3-fp8", **{**DEEPSEEK, **FP8_BF16}, heads=16),
+    _mixed("latent-of-deepseek-v3", **DEEPSEEK, heads=16, num_layers=1, layer=0),
+    _prefill("prefill-latent-of-deepseek-v3-fp8", **{**DEEPSEEK, **FP8_BF16}, heads=8),
+    _few_queries("few-queries-latent-of-deepseek-v3", **DEEPSEEK, heads=20),
+    _mixed("latent-fp8-reuses", **LATENT, kv_dtype="float8_e4m3fn", reuses=True),
+    Case("a-long-decode-of-latent-rows", ((700, 1), *((1 + i, 1) for i in range(9))), 10, **{**LATENT, "heads": 40}),
 ]
 
 # What only `make test-full` adds to these are combinations of what they have. Interpreters take seconds for a case.
@@ -296,8 +330,14 @@ CORNERS_OF_INTERPRETED = {
     "reuses-fp8-bf16-window",
     "few-queries-everything",
     "few-queries-of-a-long-row",
+    "chunks-only-dim-192",
+    "latent-of-deepseek-v3",
+    "latent-bf16-page-64",
+    "few-queries-latent",
 }
 CORNERS = CORNERS_OF_INTERPRETED | {
+    "chunks-only",
+    "chunks-only-without-any",
     "everything",
     "reuses",
     "decode-reuses-everything",
@@ -325,4 +365,12 @@ CORNERS = CORNERS_OF_INTERPRETED | {
     "few-queries-in-bf16",
     "few-queries-far-in-a-window",
     "few-queries-after-decodes",
+    "latent",
+    "decode-latent",
+    "prefill-latent",
+    "nothing-live-latent",
+    "decodes-that-share-latent",
+    "decode-latent-of-deepseek-v3",
+    "few-queries-latent-of-deepseek-v3",
+    "a-long-decode-of-latent-rows",
 }

@@ -8,7 +8,7 @@ from tests.pallas_kernels.paged_attention.cases import Batch, Case, stored
 
 
 def attention(case: Case, batch: Batch) -> np.ndarray:
-    """Return the output of the live tokens, `[tokens, heads, head_dim]`."""
+    """Return the output of the live tokens, `[tokens, heads, value_dim]`."""
     group = case.heads // case.kv_heads
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
     out = []
@@ -27,18 +27,21 @@ def attention(case: Case, batch: Batch) -> np.ndarray:
         if batch.sinks is not None:
             total = total + np.exp(batch.sinks.astype(np.float64))[:, None]
         out.append(np.einsum("hqt,thd->qhd", weights / total[..., None], values))
-    return np.concatenate(out) if out else np.zeros((0, case.heads, case.head_dim))
+    return np.concatenate(out) if out else np.zeros((0, case.heads, case.value_dim or case.head_dim))
 
 
 def pool_after(case: Case, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
     """Return the pool with the live new tokens in place, and nothing else changed."""
     keys, values = batch.keys.copy(), batch.values.copy()
-    if batch.k is None or batch.v is None:
+    if batch.k is None:
         return keys, values
     num_pages = keys.shape[1] // case.num_layers
-    new_keys, new_values = stored(case, np.stack([batch.k, batch.v]), batch.scales)
+    new_keys, new_values = stored(case, np.stack([batch.k, batch.k if batch.v is None else batch.v]), batch.scales)
+    new_values = new_keys[..., : case.value_dim] if batch.v is None else new_values
     for row, (length, new) in enumerate(case.rows):
         for i in range(new):
+            if case.chunks_only and row < case.num_decodes:
+                continue
             position, token = length - new + i, batch.query_starts[row] + i
             entry = case.layer * num_pages + batch.page_table[row, position // case.page_size]
             keys[:, entry, position % case.page_size] = new_keys[token]
