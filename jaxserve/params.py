@@ -63,9 +63,10 @@ class ParamSpec:
     mesh. There each stored KV head is repeated `kv_replicas` times. The next axis is split evenly between the replicas,
     except for its last `kv_shared` entries, which every replica has. `padding` rows of zeros follow on the first axis.
 
-    If it is a linear layer's weight, a product sums over its last `inputs` dimensions; else `inputs` is 0. `unused` are
-    names of tensors that a checkpoint may hold beside the parts, and that the model doesn't need; one that ends with a
-    dot stands for all that begin with it.
+    If it is a linear layer's weight, a product sums over its last `inputs` dimensions; else `inputs` is 0. With
+    `by_head`, each entry of the first dimension is a weight of its own, which multiplies the vectors of one head.
+    `unused` are names of tensors that a checkpoint may hold beside the parts, and that the model doesn't need; one that
+    ends with a dot stands for all that begin with it.
     """
 
     shape: tuple[int, ...]
@@ -77,6 +78,7 @@ class ParamSpec:
     kv_shared: int = 0
     padding: int = 0
     inputs: int = 0
+    by_head: bool = False
     parts: tuple[TensorPart, ...] = ()
     unused: tuple[str, ...] = ()
 
@@ -131,6 +133,11 @@ class ParamSpec:
         return self.shape[0] if self.axes and self.axes[0] in EXPERT_AXES else 0
 
     @property
+    def stacked(self) -> int:
+        """The number of leading dimensions that count weights: 1 for those of experts and of heads, else 0."""
+        return 1 if self.num_experts or self.by_head else 0
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the whole parameter, over all shards."""
         return int(np.prod(self.shape)) * self.dtype.itemsize
@@ -138,12 +145,17 @@ class ParamSpec:
 
 @dataclasses.dataclass(frozen=True)
 class KVSpec:
-    """A group of layers that share one page table. `window` is a sliding window in tokens, None for full attention."""
+    """A group of layers that share one page table. `window` is a sliding window in tokens, None for full attention.
+
+    With `value_dim`, the group keeps latent rows of `head_dim` numbers, of which the first `value_dim` are the value;
+    its `num_kv_heads` counts the copies of a row, one for each shard.
+    """
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
     window: int | None = None
+    value_dim: int | None = None
 
 
 def path_of(keys: tuple[Any, ...]) -> Path:

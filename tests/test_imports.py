@@ -58,7 +58,8 @@ ORDER_INSIDE = {
     "jaxserve.config": "nearest processes speculation threads | foreign_forms ranges | aliases schema | "
                        "data_parallel settings | load | explain",
     "jaxserve.engine": "kv_cache multihost speculation | scheduling | core | process | client",
-    "jaxserve.layers": "axes batch exchange | linear norm rope vocabulary | attention embedding mlp | mixture",
+    "jaxserve.layers": "axes batch exchange | linear norm rope vocabulary | attention embedding mlp | "
+                       "latent_attention mixture",
     "jaxserve.model_source": "builtin fields gguf_architectures | gguf_metadata | gguf_config | source",
     "jaxserve.models": "config dtypes read_fields rope | layout | parameters | decoder | gemma llama | "
                        "cohere glm granite ministral3 mixtures olmo phi3 seed_oss smollm3 starcoder2 | "

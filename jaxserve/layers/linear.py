@@ -9,7 +9,9 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxserve.layers.axes import sum_of_shards
+from pallas_kernels.grouped_matmul import Groups, grouped_matmul
 from pallas_kernels.quantized_matmul import HeldWeight, quantized_matmul
+from pallas_kernels.target import CPU
 
 _LANES = 64
 _MAX_TERMS = 64
@@ -77,6 +79,21 @@ def _lanes(in_dim: int) -> int | None:
         if in_dim % lanes == 0 and in_dim // lanes <= _MAX_TERMS:
             return lanes
     return None
+
+
+def linear_by_head(
+    x: Float[Array, "tokens heads in_dim"], weight: Float[Array, "heads out_dim in_dim"] | HeldWeight
+) -> Float[Array, "tokens heads out_dim"]:
+    """Multiply the vector of each head by the head's own weight."""
+    if not isinstance(weight, HeldWeight):
+        return jnp.einsum("thi,hoi->tho", x, weight, preferred_element_type=x.dtype)
+    tokens, heads, _ = x.shape
+    # A CPU packs weights, and multiplies by the weights of heads as by those of experts
+    rows, none = tokens * heads, jnp.zeros((0, 0), jnp.int32)
+    groups = Groups(jnp.arange(0, rows + 1, tokens, dtype=jnp.int32), jnp.zeros(rows, jnp.int32), none)
+    by_head = x.swapaxes(0, 1).reshape(rows, -1)
+    out = grouped_matmul(by_head, weight, groups, out_dtype=x.dtype, target=CPU, one_pass=True)
+    return out.reshape(heads, tokens, -1).swapaxes(0, 1)
 
 
 def row_parallel(

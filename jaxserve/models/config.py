@@ -8,6 +8,31 @@ from jaxserve.layers.rope import RopeConfig
 from jaxserve.quant import CheckpointQuantization
 
 
+@dataclasses.dataclass(frozen=True)
+class LatentSizes:
+    """The sizes of multi-head latent attention, by Hugging Face's names.
+
+    `q_lora_rank` is the width of the low-rank form of queries, None if they are made of the layer's input. A token's
+    row in the KV cache has `kv_lora_rank` numbers that become keys and values, and `qk_rope_head_dim` rotated ones.
+    """
+
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+    @property
+    def row(self) -> int:
+        """The numbers of a token's row."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def query(self) -> int:
+        """The size of a head of queries and keys."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The sizes that every decoder has; a family's own config adds its fields.
@@ -15,6 +40,9 @@ class ModelConfig:
     `windows[i]` is the sliding window of layer i in tokens, None for full attention. `rope` says how layers rotate
     queries and keys; a family's config may have another field for some of its layers. `quantization` says how a
     checkpoint stores weights, if it is quantized. `draft_layers` counts the checkpoint's own layers that draft.
+
+    With `latent`, attention is latent: then `head_dim` is the size of the rotated part of a head, and the one KV head
+    is the row of a token.
     """
 
     architecture: str
@@ -32,6 +60,7 @@ class ModelConfig:
     windows: tuple[int | None, ...]
     quantization: CheckpointQuantization | None = None
     draft_layers: int = 0
+    latent: LatentSizes | None = None
 
     @property
     def split_sizes(self) -> dict[str, int]:
@@ -92,7 +121,7 @@ class ModelConfig:
 
     def kv_heads_of(self, layer: int) -> tuple[int, int]:
         """Return the number of KV heads that a layer has in the checkpoint, and their size."""
-        return self.num_kv_heads, self.head_dim
+        return (self.num_kv_heads, self.head_dim) if self.latent is None else (1, self.latent.row)
 
     def kv_source(self, layer: int) -> int:
         """Return the layer whose keys and values a layer uses: itself, or an earlier one."""

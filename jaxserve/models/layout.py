@@ -90,7 +90,8 @@ class LaidOutModel[C: ModelConfig]:
         if window is not None and window >= self.whole_from:
             whole = self.config.windows.index(None) if None in self.config.windows else 0
             window = None if self.kv_shape(whole) == shape else window
-        return KVSpec(0, *shape, window)
+        latent = self.config.latent
+        return KVSpec(0, *shape, window, None if latent is None else latent.kv_lora_rank)
 
 
 AnyModel = LaidOutModel[ModelConfig]

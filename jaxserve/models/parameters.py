@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Array
 
 from jaxserve.layers.attention import AttentionParams
+from jaxserve.layers.latent_attention import LatentAttentionParams
 from jaxserve.layers.mixture import ExpertParams, RouterParams
 from jaxserve.layers.mlp import MlpParams
 from jaxserve.layers.rope import RopeConfig, head_order
@@ -172,6 +173,52 @@ class ParamSpecs:
                 )
                 if sinks
                 else None
+            ),
+        )
+
+    def latent_attention(self, name: str, rope: RopeConfig) -> LatentAttentionParams:
+        """Return the weights of latent attention under `name`, of the config's sizes."""
+        config, sizes = self._config, self._config.latent
+        assert sizes is not None
+        heads, dim, rank, low_rank = config.num_heads, config.hidden_size, sizes.kv_lora_rank, sizes.q_lora_rank
+        plain, size, inputs = sizes.qk_nope_head_dim, sizes.v_head_dim, low_rank or dim
+        turned = head_order(rope, sizes.qk_rope_head_dim) or tuple(range(sizes.qk_rope_head_dim))
+
+        def order(axis: int, first: int) -> Order | None:
+            """Return the order that puts the pairs of the rotated part, which begins at `first`, half of it apart."""
+            return Order(axis, (*range(first), *(first + i for i in turned))) if rope.interleaved else None
+
+        queries = () if low_rank is None else (TensorPart(f"{name}.q_a_proj.weight", (low_rank, dim), (0, 0)),)
+        row = TensorPart(
+            f"{name}.kv_a_proj_with_mqa.weight", (sizes.row, dim), (low_rank or 0, 0), order=order(0, rank)
+        )
+        query = TensorPart(
+            f"{name}.{'q_proj' if low_rank is None else 'q_b_proj'}.weight",
+            (heads, sizes.query, inputs),
+            (0, 0, 0),
+            order=order(1, plain),
+        )
+        up, transposed = f"{name}.kv_b_proj.weight", View((1, plain, rank), (0, 2, 1))
+        starts = [(head, head * (plain + size)) for head in range(heads)]
+        keys = tuple(
+            TensorPart(up, (1, rank, plain), (head, 0, 0), first_row=at, view=transposed, quantized_view=transposed)
+            for head, at in starts
+        )
+        values = tuple(TensorPart(up, (1, size, rank), (head, 0, 0), first_row=at + plain) for head, at in starts)
+        by_head: dict[str, Any] = {"inputs": 1, "by_head": True}
+        return LatentAttentionParams(
+            down=self._spec(((low_rank or 0) + sizes.row, None), (dim, None), inputs=1, parts=(*queries, row)),
+            query_norm=None if low_rank is None else self.vector(f"{name}.q_a_layernorm.weight", low_rank),
+            latent_norm=self.vector(f"{name}.kv_a_layernorm.weight", rank),
+            query=self._spec((heads, "heads"), (sizes.query, None), (inputs, None), inputs=1, parts=(query,)),
+            key_up=self._spec((heads, "heads"), (rank, None), (plain, None), parts=keys, **by_head),
+            value_up=self._spec((heads, "heads"), (size, None), (rank, None), parts=values, **by_head),
+            output=self._spec(
+                (dim, None),
+                (heads, "heads"),
+                (size, None),
+                inputs=2,
+                parts=(TensorPart(f"{name}.o_proj.weight", (dim, heads, size), (0, 0, 0)),),
             ),
         )
 

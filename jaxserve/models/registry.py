@@ -44,6 +44,7 @@ from pallas_kernels.paged_attention import Backend
 
 _FAMILIES: dict[str, ModuleType] = {
     "Cohere2ForCausalLM": cohere,
+    "DeepseekV3ForCausalLM": mixtures.deepseek,
     "Exaone4ForCausalLM": exaone4,
     "Gemma2ForCausalLM": gemma,
     "Gemma3ForCausalLM": gemma,

@@ -31,6 +31,7 @@ EMBEDDING: Path = ("embedding",)
 """A tied head is made from the embedding: it has no tensor of its own."""
 
 _ROUTERS = {"router", "shared_gate"}
+_OF_HEADS = "the parts of kv_b_proj multiply queries and sums of latent vectors, one weight a head, in 16 bits"
 _GROUPS = (128, 64, 32)
 _BF16 = np.dtype(jnp.bfloat16)
 
@@ -181,6 +182,8 @@ def _obstacle(target: KernelTarget, dtype: np.dtype) -> str:
 
 def _stored_weight(spec: ParamSpec, stored: Stored) -> StoredWeight | str:
     """Return how the tensors of a parameter are stored, or why they can't be used as they are."""
+    if spec.by_head:
+        return _OF_HEADS
     tensors = [stored.get(part.name) or StoredWeight("16 bits") for part in spec.parts]
     return join(tensors)
 
@@ -189,6 +192,8 @@ def weight_on_the_fly(scheme: str, path: Path, spec: ParamSpec, shards: Shards) 
     """Return how a weight of 16 bits is quantized for these shards, or why it isn't."""
     if path == HEAD:
         return "the output head keeps its type"
+    if spec.by_head:
+        return _OF_HEADS
     if _ROUTERS & set(path):
         return "routers and the gates of shared experts keep their type"
     numbers: NumberType = "fp8" if scheme == "fp8" else "int8" if scheme == "int8" else "int4"
@@ -289,9 +294,9 @@ def _linears(abstract: Any) -> Iterable[tuple[Path, ParamSpec]]:
 
 
 def shard_sizes(spec: ParamSpec, shards: Shards) -> tuple[int, int]:
-    """Return the outputs and inputs of one shard of a linear layer's weight, or of each of its experts."""
+    """Return the outputs and inputs of one shard of a linear layer's weight, or of each of its experts or heads."""
     split = len(spec.shape) - spec.inputs
-    first, parts = (1, shards.expert) if spec.num_experts else (0, shards.tensor)
+    first, parts = spec.stacked, shards.expert if spec.num_experts else shards.tensor
     sizes = [math.prod(spec.shape[first:split]), math.prod(spec.shape[split:])]
     for i, axes in enumerate((spec.axes[first:split], spec.axes[split:])):
         if any(axis is not None for axis in axes):
@@ -300,8 +305,8 @@ def shard_sizes(spec: ParamSpec, shards: Shards) -> tuple[int, int]:
 
 
 def split_axis(spec: ParamSpec) -> int:
-    """Return the dimension of outputs that shards divide, of each expert in a mixture; the first if there is none."""
-    first = 1 if spec.num_experts else 0
+    """Return the dimension of outputs that shards divide, of each expert or head; the first if there is none."""
+    first = spec.stacked
     outputs = range(first, len(spec.axes) - spec.inputs)
     return next((i for i in outputs if spec.axes[i] is not None), first)
 
@@ -309,5 +314,5 @@ def split_axis(spec: ParamSpec) -> int:
 def _is_packable(spec: ParamSpec, shards: Shards) -> bool:
     """Return whether strips and blocks of a CPU's layout divide one shard of a weight."""
     outputs, inputs = shard_sizes(spec, shards)
-    outer = spec.shape[1 if spec.num_experts else 0 : split_axis(spec)]
+    outer = spec.shape[spec.stacked : split_axis(spec)]
     return inputs % BLOCK == 0 and outputs // math.prod(outer) % STRIP == 0

@@ -44,7 +44,7 @@ class Config(ModelConfig):
 
     `dense[i]` tells whether layer i has a plain feed-forward block. `shared_size` is the width of the block that
     computes all tokens, 0 if there is none. `qk_norm` norms each head, or all heads of a token as one. The tensors of
-    layer i are those of layer `first_layer` + i of the checkpoint.
+    layer i are those of layer `first_layer` + i of the checkpoint. `attention_scale` is as in `AttentionSettings`.
     """
 
     routing: Routing
@@ -62,6 +62,7 @@ class Config(ModelConfig):
     shared_gate: bool = False
     unused: tuple[str, ...] = ()
     first_layer: int = 0
+    attention_scale: float | None = None
 
     @property
     def num_experts(self) -> int:
@@ -132,7 +133,9 @@ def layer_params(model: LaidOutModel[Config], declare: ParamSpecs, i: int) -> La
     attention = f"{name}.self_attn"
     return LayerParams(
         attention_norm=declare.vector(f"{name}.input_layernorm.weight"),
-        attention=declare.attention(
+        attention=declare.latent_attention(attention, config.rope)
+        if config.latent is not None
+        else declare.attention(
             attention,
             config.rope,
             qkv_bias=config.qkv_bias,
@@ -163,4 +166,5 @@ def layers(
     config = model.config
     rope = model.rotation(batch)
     experts = mixture_settings(model, config.routing, config.gate, batch, backend.target)
-    return layer_function(model, batch, backend, [rope] * config.num_layers, experts=experts)
+    ropes = [rope] * config.num_layers
+    return layer_function(model, batch, backend, ropes, scale=config.attention_scale, experts=experts)

@@ -26,6 +26,7 @@ LOGICAL_AXES: dict[str | None, tuple[str, ...]] = {
     None: (),
     "ranks": (DATA_AXIS,),
     "kv_heads": TENSOR_AXES,
+    "heads": TENSOR_AXES,
     "mlp": TENSOR_AXES,
     "vocab": TENSOR_AXES,
     "experts": (EXPERT_AXIS,),

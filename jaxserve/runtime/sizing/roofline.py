@@ -125,8 +125,13 @@ def _attention(deployment: Deployment) -> tuple[AttentionCost, ...]:
         (spec.num_kv_heads, spec.head_dim): size / spec.num_layers for spec, size in groups if spec.num_layers
     }
     layers = Counter((config.windows[i], model.kv_shape(i)) for i in range(config.num_layers))
+
+    def flops(head_dim: int) -> float:
+        value_dim = head_dim if config.latent is None else config.latent.kv_lora_rank
+        return 2 * config.num_heads * (head_dim + value_dim) / tensor
+
     return tuple(
-        AttentionCost(window, count * layer_bytes[shape], count * 4 * config.num_heads * shape[1] / tensor)
+        AttentionCost(window, count * layer_bytes[shape], count * flops(shape[1]))
         for (window, shape), count in layers.items()
     )
 

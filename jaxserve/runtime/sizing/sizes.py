@@ -187,6 +187,7 @@ def attention_problem(
         page_size=config.page_size,
         dtype=dtype,
         kv_dtype=kv_dtype,
+        value_dim=spec.value_dim,
     )
 
 

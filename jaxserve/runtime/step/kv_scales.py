@@ -104,8 +104,7 @@ def _own_pool(pool: PagedKV, pages: int, dtype: jnp.dtype) -> PagedKV:
         shape[axis] = pages * pool.num_layers if shape[axis] else 0
         return jnp.zeros(shape, dtype)
 
-    keys, values = empty(pool.keys), empty(pool.values)
-    return PagedKV(keys, values, pool.num_layers, None, pool.joined, pool.page_major)
+    return dataclasses.replace(pool, keys=empty(pool.keys), values=empty(pool.values), scales=None)
 
 
 def _largest_of_pool(pool: PagedKV, pages: int, head_dim: int) -> Float[Array, "2 layers"]:

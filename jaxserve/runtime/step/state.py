@@ -125,6 +125,7 @@ def pool_layout(spec: KVSpec, *, num_pages: int, page_size: int, dtype: np.dtype
         head_dim=spec.head_dim,
         dtype=dtype,
         platform=platform,
+        value_dim=spec.value_dim,
     )
 
 
