@@ -94,7 +94,7 @@ _REASONS = {
     **dict.fromkeys(eagle.NAMES, "it is a head that drafts for a model: give it as speculative_model"),
     **dict.fromkeys(("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"), _INDEXED),
     "ChatGLMModel": "GLM-4 is served from the checkpoints whose names end in -hf",
-    "DeepseekV4ForCausalLM": "its layers attend to a window and to compressed tokens, for which there is no KV group yet",
+    "DeepseekV4ForCausalLM": "its layers attend to compressed tokens, for which there is no KV group yet",
     "Llama4ForCausalLM": _CHUNKED,
     "Llama4ForConditionalGeneration": _CHUNKED,
 }
