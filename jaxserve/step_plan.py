@@ -105,10 +105,10 @@ class StepPlan(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     the decodes are tokens that a grammar left no choice for.
 
     The first `num_decodes` chunks are decodes, those of a rank sorted by length, with `num_drafts` drafts to verify.
-    Before the chunks run, a draft model reads the tokens of `draft_reads`, and makes drafts of `draft_steps` tokens for
-    the chunks that verify any.
-    `greedy` allows the program that has no sampler. Before anything else, pages are copied to slots of host memory, in
-    the order of `saves`, and then from host memory, in the order of `loads`.
+    Chunks that begin their sequence, at position 0, come last. Before the chunks run, a draft model reads the tokens of
+    `draft_reads`, and makes drafts of `draft_steps` tokens for the chunks that verify any. `greedy` allows the program
+    that has no sampler. Before anything else, pages are copied to slots of host memory, in the order of `saves`, and
+    then from host memory, in the order of `loads`.
     """
 
     opens: list[SlotOpen]

@@ -26,6 +26,7 @@ from tests.test_keystone import (
     FULL,
     GROUPS,
     GROUPS_OF_EXPERTS,
+    LATENT,
     MIXTURE,
     WINDOWED,
     _check,
@@ -59,6 +60,9 @@ MODELS = {
     "windows": WINDOWED,
     "groups-mixture": GROUPS_OF_EXPERTS,
     "groups-ragged": GROUPS_OF_EXPERTS,
+    "latent": LATENT,
+    "latent-ragged": LATENT,
+    "latent-expanded": LATENT,
 }
 RAGGED: dict[str, Any] = {"all2all_backend": "ragged_all_to_all", "enable_dp_attention": True}
 TWO_POOLS: dict[str, Any] = {"swa_full_tokens_ratio": 0.5}
@@ -71,6 +75,8 @@ MORE: dict[str, dict[str, Any]] = {
     "ragged": RAGGED,
     "groups-mixture": TWO_POOLS,
     "groups-ragged": TWO_POOLS | RAGGED,
+    "latent-ragged": RAGGED,
+    "latent-expanded": RAGGED | {"attention_backend": "reference"},
 }
 # With these, all that may happen does.
 SEEDS = {"ngram": 3, "draft": 1}

@@ -95,6 +95,19 @@ MIXTURE = FULL | {
     "topk_group": 2,
     "first_k_dense_replace": 1,
 }
+# One row a token for all heads. With `reference`, prompts of a step that has more than 13 tokens are expanded.
+LATENT = MIXTURE | {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "head_dim": None,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 8,
+    "n_shared_experts": 1,
+}
 # Both: layers of two KV groups, with experts.
 GROUPS_OF_EXPERTS = FULL | {
     "architectures": ["GptOssForCausalLM"],
@@ -111,7 +124,7 @@ DEEP = {"num_hidden_layers": 4}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=30)
 CPU = DeviceFacts(KernelTarget("cpu"), 2**34)
 # Models for each kind of head
-HEADED = {"eagle": FULL, "eagle3": FULL | DEEP, "mtp": MIXTURE | {"num_nextn_predict_layers": 1}}
+HEADED = {"eagle": FULL, "eagle3": FULL | DEEP, "mtp": LATENT | {"num_nextn_predict_layers": 1}}
 VOCAB = FULL["vocab_size"]
 TOLERANCE = 1e-4
 FP8 = np.dtype(jax.numpy.float8_e4m3fn)
@@ -153,6 +166,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "groups-write-through": SMALL | TWO_POOLS | WITH_HOST_MEMORY,
     "groups-write-back": SMALL | TWO_POOLS | WITH_HOST_MEMORY | {"hicache_write_policy": "write_back"},
     "mixture": SMALL | {"schedule_conservativeness": 0.1},
+    "latent": SMALL | {"schedule_conservativeness": 0.1} | WITH_HOST_MEMORY,
+    "latent-expanded": SMALL | {"schedule_conservativeness": 0.1, "attention_backend": "reference"},
     "roomy": {
         "context_length": 64,
         "max_running_requests": 8,
@@ -170,10 +185,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "cuda_graph_bs": (4, 20),
     },
 }
-TIERED = ("write-through", "write-back")
+TIERED = ("write-through", "write-back", "latent")
 GROUPS_TIERED = ("groups-write-through", "groups-write-back")
 QUICK = SETTINGS.keys() - {"roomy", "wide"}
-SPECULATED = ("tiny-pool", "groups-write-back", "longrope", "mixture")
+SPECULATED = ("tiny-pool", "groups-write-back", "longrope", "latent")
 QUICK_IN_TURN = {"tiny-pool", "groups-write-back"}
 
 
@@ -210,8 +225,8 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
 
 
 def _model(name: str) -> dict[str, Any]:
-    others = {"windowed": WINDOWED, "longrope": LONGROPE, "mixture": MIXTURE}
-    return GROUPS if name.startswith("groups") else others.get(name, FULL)
+    others = {"windowed": WINDOWED, "longrope": LONGROPE, "mixture": MIXTURE, "groups": GROUPS, "latent": LATENT}
+    return next((model for start, model in others.items() if name.startswith(start)), FULL)
 
 
 @functools.cache

@@ -35,21 +35,25 @@ SHAPES += ["1x1-windows", "2x2-windows"]
 SHAPES += [f"{shape}-ragged" for shape in ("2x2e4", "2x4e4", "8x1e8")]
 # Experts in layers of two KV groups
 SHAPES += ["1x1-groups-mixture", "2x4e4-groups-ragged"]
+# Latent rows: on one shard, on every shard of a rank, and with attention by ranks
+SHAPES += ["1x1-latent", "1x2-latent", "2x2e2-latent", "2x2e4-latent-ragged", "4x1e4-latent-expanded"]
 SHAPES += ["2x2-ngram", "1x2-draft", "2x2-draft"]
 # Programs this small take longer to compile than to run.
 FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
 
 
-QUICK = ("1x1", "2x2-draft", "1x1-groups-mixture", "2x4e4-groups-ragged")
+QUICK = ("1x1", "2x2-draft", "1x1-groups-mixture", "2x4e4-groups-ragged", "1x1-latent", "2x2e4-latent-ragged")
 """Together they have all that the others have, but for dense layers among those with experts, and shared experts."""
 
 
 # (data x tensor, processes): one rank over both processes, one rank in each, one shard of a rank in each.
-CASES = [("1x2", 2), ("2x2", 2), ("2x2", 4), ("2x2e4-mixture", 2), ("2x2-draft", 2)]
+CASES = [("1x2", 2), ("2x2", 2), ("2x2", 4), ("2x2e4-mixture", 2), ("2x2e4-latent-ragged", 2), ("2x2-draft", 2)]
 
 
 def _alone(shape: str) -> str:
     """Return the shape of one device that has the same model."""
+    if "latent" in shape:
+        return "1x1-latent"
     return re.sub("-(ngram|draft)$", "", re.sub("^[^-]*", "1x1", shape)).replace("ragged", "mixture")
 
 

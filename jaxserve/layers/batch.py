@@ -17,8 +17,9 @@ class TokenBatch:
     """Ragged rows of tokens over paged KV; `pallas_kernels.paged_attention` describes how the fields work together.
 
     `page_tables` are by KV group. `fill_lens` counts the tokens of a token's sequence that were known when it started,
-    even if later steps compute them. Two static fields are promises: `decode_only` that every row has one token,
-    `max_queries` that no row has more than this. Padding tokens come last, at position 0.
+    even if later steps compute them. Three static fields are promises: `decode_only` that every row has one token,
+    `max_queries` that no row has more than this, `starts_last` that rows that begin their sequence follow all others.
+    Padding tokens come last, at position 0.
     """
 
     tokens: Int[Array, " tokens"]
@@ -31,6 +32,7 @@ class TokenBatch:
     num_seqs: Int[Array, ""]
     decode_only: bool = flax.struct.field(pytree_node=False, default=False)
     max_queries: int | None = flax.struct.field(pytree_node=False, default=None)
+    starts_last: bool = flax.struct.field(pytree_node=False, default=False)
 
     @property
     def num_tokens(self) -> int:
@@ -41,6 +43,11 @@ class TokenBatch:
     def live(self) -> Bool[Array, " tokens"]:
         """Which tokens belong to a sequence; the others are padding."""
         return jnp.arange(self.num_tokens, dtype=jnp.int32) < self.query_starts[self.num_seqs]
+
+    @property
+    def num_continued(self) -> Int[Array, ""]:
+        """The number of rows that have tokens of earlier steps."""
+        return (self.kv_lens > jnp.diff(self.query_starts)).sum(dtype=jnp.int32)
 
     def rows(self, group: int) -> Rows:
         """Return the rows, with the page table of a KV group."""

@@ -1,15 +1,23 @@
 """Multi-head latent attention (DeepSeek-AI 2024, DeepSeek-V2): all heads read one row a token from the paged cache.
 
-The row has a latent vector, of which each head would make a key and a value, and the part of the key that is rotated.
-Both projections are moved out of the attention: a query is multiplied by the weights that make keys, and the weighted
-sum of latent vectors by those that make values. So no key and no value of a head ever exists (the absorbed form).
+The row has a latent vector, of which each head makes a key and a value, and the part of the key that is rotated. There
+are two forms of the same mathematics:
+
+- Absorbed: a query is multiplied by the weights that make keys, and the weighted sum of latent vectors by those that
+  make values. So no key and no value of a head exists, and a page is read once for all heads.
+- Expanded: keys and values of the step's tokens are made, and attention computes with them. A pair of a query and a key
+  costs less, 320 products instead of 1,088 in DeepSeek-V3. It is for prompts from their first token on, because
+  the tokens of earlier steps would have to be expanded again.
 """
 
 from __future__ import annotations
 
+import dataclasses
+
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float
 
 from jaxserve.layers.attention import AttentionSettings
@@ -17,7 +25,17 @@ from jaxserve.layers.batch import KVLayer, KVPools, TokenBatch, replace_pool
 from jaxserve.layers.linear import linear, linear_by_head, row_parallel
 from jaxserve.layers.norm import rms_norm
 from jaxserve.layers.rope import Rotation, rotate
-from pallas_kernels.paged_attention import AttentionOptions, paged_attention
+from pallas_kernels.paged_attention import (
+    AttentionOptions,
+    Backend,
+    PagedKV,
+    Rows,
+    as_stored,
+    kv_layout,
+    kv_platform,
+    paged_attention,
+    write_tokens,
+)
 from pallas_kernels.quantized_matmul import HeldWeight
 
 # DeepSeek's code has this one for the norms of both low-rank forms, whatever the model's own epsilon is
@@ -43,6 +61,18 @@ class LatentAttentionParams:
     output: Float[Array, "dim heads v_head_dim"] | HeldWeight
 
 
+def expands(backend: Backend, tokens: int, params: LatentAttentionParams) -> bool:
+    """Return whether a program with prompts of `tokens` tokens computes those from their first token on expanded.
+
+    It does if a prompt of this length takes fewer products then: for DeepSeek-V3, one of more than 341 tokens. A CPU
+    never does, so that a token has the same bits whether its prompt is computed whole or in chunks.
+    """
+    _, rank, plain = params.key_up.shape
+    both = plain + params.value_up.shape[1]
+    on_cpu = backend.name == "cpu" or isinstance(params.key_up, HeldWeight)
+    return not on_cpu and tokens * (2 * rank - both) > 2 * rank * both
+
+
 @jax.named_scope("attention")
 def latent_attention(
     x: Float[Array, "tokens dim"],
@@ -54,28 +84,97 @@ def latent_attention(
     settings: AttentionSettings,
 ) -> tuple[Float[Array, "tokens dim"], KVPools]:
     """Attend from the batch's tokens to their sequences, and write the rows of the tokens to `kv`."""
-    assert settings.scale is not None
     tokens, heads = len(x), params.query.shape[0]
     rank, plain = params.key_up.shape[1:]
+    rotated = params.query.shape[1] - plain
     down = linear(x, params.down)
     low_rank = x
     if params.query_norm is not None:
         low_rank = rms_norm(down[:, : params.query_norm.shape[0]], params.query_norm, _NORM_EPSILON)
-    rotated = params.query.shape[1] - plain
-    latent = rms_norm(down[:, -rank - rotated : -rotated], params.latent_norm, _NORM_EPSILON)
     query = linear(low_rank, params.query.reshape(heads * (plain + rotated), -1)).reshape(tokens, heads, -1)
+    latent = rms_norm(down[:, -rank - rotated : -rotated], params.latent_norm, _NORM_EPSILON)
     turned = rotate(jnp.concatenate([query[..., plain:], down[:, None, -rotated:]], axis=1), *rotation)
-    absorbed = linear_by_head(query[..., :plain], params.key_up)
-    attended, pool = paged_attention(
-        jnp.concatenate([absorbed, turned[:, :heads]], axis=2),
-        jnp.concatenate([latent[:, None], turned[:, heads:]], axis=2),
-        None,
-        kv[layer.group],
-        layer.index,
-        batch.rows(layer.group),
-        AttentionOptions(settings.scale),
-        settings.backend,
-    )
-    values = linear_by_head(attended, params.value_up).reshape(tokens, -1)
+    query = jnp.concatenate([query[..., :plain], turned[:, :heads]], axis=2)
+    row = jnp.concatenate([latent[:, None], turned[:, heads:]], axis=2)
+    pool = kv[layer.group]
+    if batch.starts_last and expands(settings.backend, tokens, params):
+        rows = batch.rows(layer.group)
+        pool = write_tokens(row, None, pool, layer.index, rows, settings.backend)
+        continued = dataclasses.replace(batch, num_seqs=batch.num_continued)
+        values, pool = _absorbed(query, None, params, continued, pool, layer, settings)
+        started = _expanded(query, as_stored(row, pool, layer.index), params, batch, pool.page_size, settings)
+        first = batch.query_starts[batch.num_continued]
+        values = jnp.where((jnp.arange(tokens) < first)[:, None, None], values, started)
+    else:
+        values, pool = _absorbed(query, row, params, batch, pool, layer, settings)
     output = params.output.reshape(params.output.shape[0], -1)
-    return row_parallel(values, output, None), replace_pool(kv, layer.group, pool)
+    return row_parallel(values.reshape(tokens, -1), output, None), replace_pool(kv, layer.group, pool)
+
+
+def _absorbed(
+    query: Float[Array, "tokens heads qk_head_dim"],
+    row: Float[Array, "tokens 1 row"] | None,
+    params: LatentAttentionParams,
+    batch: TokenBatch,
+    pool: PagedKV,
+    layer: KVLayer,
+    settings: AttentionSettings,
+) -> tuple[Float[Array, "tokens heads v_head_dim"], PagedKV]:
+    """Attend to the rows of the pool; without `row`, it has those of the batch's tokens already."""
+    assert settings.scale is not None
+    plain = params.key_up.shape[2]
+    absorbed = linear_by_head(query[..., :plain], params.key_up)
+    query = jnp.concatenate([absorbed, query[..., plain:]], axis=2)
+    rows, options = batch.rows(layer.group), AttentionOptions(settings.scale)
+    sums, pool = paged_attention(query, row, None, pool, layer.index, rows, options, settings.backend)
+    return linear_by_head(sums, params.value_up), pool
+
+
+def _expanded(
+    query: Float[Array, "tokens heads qk_head_dim"],
+    row: Float[Array, "tokens 1 row"],
+    params: LatentAttentionParams,
+    batch: TokenBatch,
+    page_size: int,
+    settings: AttentionSettings,
+) -> Float[Array, "tokens heads v_head_dim"]:
+    """Attend from the tokens of rows that begin their sequence to each other; others have unspecified outputs.
+
+    Keys and values, padded to the size of keys, are written to pages that exist only here.
+    """
+    assert settings.scale is not None
+    tokens, heads, size = query.shape
+    rank, width = params.key_up.shape[1], params.value_up.shape[1]
+    latent = row[:, 0, :rank]
+    keys = jnp.einsum("tr,hrn->thn", latent, params.key_up, preferred_element_type=latent.dtype)
+    keys = jnp.concatenate([keys, jnp.broadcast_to(row[..., rank:], (tokens, heads, row.shape[2] - rank))], axis=2)
+    values = linear(latent, params.value_up.reshape(heads * width, rank)).reshape(tokens, heads, width)
+    values = jnp.pad(values, ((0, 0), (0, 0), (0, size - width)))
+    rows, pool = _own_pages(batch, query, page_size, settings.backend)
+    options = AttentionOptions(settings.scale)
+    out, _ = paged_attention(query, keys, values, pool, 0, rows, options, settings.backend)
+    return out[..., :width]
+
+
+def _own_pages(
+    batch: TokenBatch, query: Float[Array, "tokens heads qk_head_dim"], page_size: int, backend: Backend
+) -> tuple[Rows, PagedKV]:
+    """Return the rows that begin their sequence, over a pool that has pages for the tokens of the batch alone."""
+    tokens, heads, size = query.shape
+    lengths = jnp.diff(batch.query_starts)
+    pages = -(-lengths // page_size)
+    most = -(-tokens // page_size)
+    layout = kv_layout(
+        num_layers=1,
+        num_pages=len(lengths) + most,
+        page_size=page_size,
+        num_kv_heads=heads,
+        head_dim=size,
+        dtype=query.dtype,
+        platform=kv_platform(backend),
+    )
+    pool = layout.paged_kv(*(lax.empty(shape, layout.dtype) for shape in (layout.shape, layout.values_shape)))
+    table = (jnp.cumsum(pages) - pages)[:, None] + jnp.arange(most, dtype=jnp.int32)
+    table = jnp.minimum(table, layout.num_pages - 1).astype(jnp.int32)
+    counts = batch.num_continued, batch.num_seqs
+    return Rows(table, batch.query_starts, lengths, *counts, chunks_only=True), pool

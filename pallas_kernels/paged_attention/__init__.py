@@ -1,7 +1,7 @@
 """Attention over a paged KV cache: `paged_attention`, `qkv_attention` and the layout of its cache."""
 
 from pallas_kernels.dispatch import Backend, BackendName
-from pallas_kernels.paged_attention.api import paged_attention, qkv_attention
+from pallas_kernels.paged_attention.api import as_stored, paged_attention, qkv_attention, write_tokens
 from pallas_kernels.paged_attention.arguments import AttentionOptions, Preparation, Rows
 from pallas_kernels.paged_attention.backends import (
     BACKENDS,
@@ -29,6 +29,7 @@ __all__ = [
     "Problem",
     "Rows",
     "addressable_pages",
+    "as_stored",
     "choose_backend",
     "is_float8",
     "kv_layout",
@@ -40,4 +41,5 @@ __all__ = [
     "takes_qkv",
     "target_of",
     "write_pages",
+    "write_tokens",
 ]

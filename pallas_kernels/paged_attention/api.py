@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import Backend
 from pallas_kernels.paged_attention.arguments import AttentionOptions, Preparation, Rows
 from pallas_kernels.paged_attention.backends import BACKENDS, REFERENCE
 from pallas_kernels.paged_attention.layout import PagedKV
+from pallas_kernels.paged_attention.write import as_pool_dtype, write_kv
 
 
 def paged_attention(
@@ -41,6 +43,33 @@ def paged_attention(
     with jax.named_scope("paged_attention"):
         out, kv = BACKENDS.module(backend.name).paged_attention(q, k, v, kv, layer, rows, options, backend)
     return out, kv
+
+
+def write_tokens(
+    k: Float[Array, "tokens kv_heads head_dim"],
+    v: Float[Array, "tokens kv_heads head_dim"] | None,
+    kv: PagedKV,
+    layer: int | Int[Array, ""],
+    rows: Rows,
+    backend: Backend = REFERENCE,
+) -> PagedKV:
+    """Return the pool with the new tokens, as `paged_attention` writes them; it may then be called without them."""
+    module: Any = BACKENDS.module(backend.name)
+    with jax.named_scope("paged_attention"):
+        if hasattr(module, "write_tokens"):
+            written: PagedKV = module.write_tokens(k, v, kv, layer, rows, backend)
+            return written
+        return write_kv(k, v, kv, layer, rows)
+
+
+def as_stored(
+    x: Float[Array, "tokens kv_heads head_dim"], kv: PagedKV, layer: int | Int[Array, ""]
+) -> Float[Array, "tokens kv_heads head_dim"]:
+    """Return keys, or latent rows, as they are once they were written to the pool and read again."""
+    stored = as_pool_dtype(x, kv, layer, 0)
+    if kv.scales is None:
+        return stored.astype(x.dtype)
+    return (stored.astype(jnp.float32) * kv.scales[0, layer][:, None]).astype(x.dtype)
 
 
 def qkv_attention(

@@ -71,8 +71,8 @@ def empty_pools(model: AnyModel, size: int, dtype: Any = jnp.float32, kv_scales:
     def pool(spec: KVSpec, scales: Any) -> PagedKV:
         shape = (spec.num_kv_heads // model.shards, spec.num_layers * pages, PAGE_SIZE, spec.head_dim)
         scales = None if scales is None else jnp.array(scales, jnp.float32).reshape(2, spec.num_layers, -1)
-        values = shape if spec.value_dim is None else (shape[0], 0, *shape[2:])
-        keys, values = jnp.zeros(shape, dtype), jnp.zeros(values, dtype)
+        keys = jnp.zeros(shape, dtype)
+        values = keys if spec.value_dim is None else keys[:, :0]
         return PagedKV(keys, values, spec.num_layers, scales, value_dim=spec.value_dim)
 
     return tuple(map(pool, specs, kv_scales or [None] * len(specs)))

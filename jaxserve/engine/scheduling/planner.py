@@ -130,7 +130,8 @@ class Planner:
         if any(drawing.forced):
             self._plan_forced(decodes, chunks, requests, drawing)
         num_forced, greedy = len(chunks), decodes.greedy
-        for request, length in self.prefills.choose(decodes.tokens, opens, admit=admit):
+        chosen = self.prefills.choose(decodes.tokens, opens, admit=admit)
+        for request, length in sorted(chosen, key=lambda pair: pair[0].num_planned_tokens == 0):
             chunk = self._prefill_chunk(request, length)
             chunks.append(chunk)
             requests.append(request)

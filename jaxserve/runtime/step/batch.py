@@ -135,6 +135,7 @@ def _fields(chunks: list[Chunk], shape: StepShape, capacity: Capacity) -> dict[s
         return fields
     if shape.all_drawn:
         return {**fields, "ends": _padded(itertools.accumulate(chunk.length for chunk in chunks), shape.rows)}
+    assert [chunk.start == 0 for chunk in chunks] == sorted(chunk.start == 0 for chunk in chunks), chunks
     tokens: list[int] = []
     ends: list[int] = []
     for chunk in chunks:
@@ -208,6 +209,7 @@ def unpack_step(packed: jax.Array, state: DeviceState, shape: StepShape) -> tupl
         num_seqs=fields["num_seqs"],
         decode_only=shape.decode_only,
         max_queries=1 + shape.max_drafts if shape.all_drawn else None,
+        starts_last=not shape.decode_only and not shape.all_drawn,
     )
     samples = samples & live & (ints[:, SlotColumn.CONSTRAINED] == 0)
     inputs = StepInput(

@@ -161,7 +161,7 @@ def state_specs(
         )
         scales = ArraySpec((ranks, 2, spec.num_layers, spec.num_kv_heads), f32, ("ranks", None, None, "kv_heads"))
         pool = layout.paged_kv(keys, values, scales if is_float8(kv_dtype) else None)
-        return pool if spec.num_layers else jax.tree.map(_undivided, pool)
+        return jax.tree.map(lambda array: array if array.nbytes else _undivided(array), pool)
 
     return DeviceState(
         kv=tuple(map(pool, specs, capacity.pages_by_group)),

@@ -51,23 +51,24 @@ def test_mixed_step() -> None:
         _plan(
             decode(2, 7),
             decode(0, 8, (13,)),
-            prefill(3, 0, [1, 2, 3, 4, 5], (5, 6)),
             prefill(1, 4, [9, 8], (7,), sample=False),
+            prefill(3, 0, [1, 2, 3, 4, 5], (5, 6)),
         )
     )
     assert key == ProgramKey("mixed", 16, False)
     batch = inputs.batch
-    _equal(batch.tokens[:9], [55, 44, 1, 2, 3, 4, 5, 9, 8])
-    _equal(batch.positions, [7, 8, 0, 1, 2, 3, 4, 4, 5] + [0] * 7)
-    _equal(batch.query_starts, [0, 1, 2, 7, 9])
-    _equal(batch.kv_lens, [8, 9, 5, 6])
+    _equal(batch.tokens[:9], [55, 44, 9, 8, 1, 2, 3, 4, 5])
+    _equal(batch.positions, [7, 8, 4, 5, 0, 1, 2, 3, 4] + [0] * 7)
+    _equal(batch.query_starts, [0, 1, 2, 4, 9])
+    _equal(batch.kv_lens, [8, 9, 6, 5])
     assert (int(batch.num_decodes), int(batch.num_seqs), batch.decode_only) == (2, 4, False)
+    assert (int(batch.num_continued), batch.starts_last) == (3, True)
     tables = TABLES.copy()
     tables[0, 2], tables[3, :2], tables[1, 1] = 13, (5, 6), 7
     _equal(state.page_tables[0], tables)
-    _equal(batch.page_tables[0], tables[[2, 0, 3, 1]])
-    _equal(inputs.slots, [2, 0, 3, 1])
-    _equal(inputs.samples, [True, True, True, False])
+    _equal(batch.page_tables[0], tables[[2, 0, 1, 3]])
+    _equal(inputs.slots, [2, 0, 1, 3])
+    _equal(inputs.samples, [True, True, False, True])
     assert inputs.targets is None
     _equal(state.seq_lens, [8, 4, 7, 0])
 
@@ -134,11 +135,11 @@ def test_a_chunk_that_starts_within_a_page_appends_after_it() -> None:
 
 def test_prompt_logprobs_get_their_targets() -> None:
     key, inputs, _ = _through(
-        _plan(decode(0, 8, (13,)), prefill(3, 0, [1, 2, 3], (5,), sample=False, logits=3, target=7), prefill(1, 4, [9]))
+        _plan(decode(0, 8, (13,)), prefill(1, 4, [9]), prefill(3, 0, [1, 2, 3], (5,), sample=False, logits=3, target=7))
     )
     assert key == ProgramKey("prompt_logprobs", 8, False)
     assert inputs.targets is not None
-    _equal(inputs.targets[1:4], [2, 3, 7])
+    _equal(inputs.targets[2:5], [2, 3, 7])
 
 
 @pytest.mark.parametrize(
