@@ -24,10 +24,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
 FIXTURES = Path(__file__).resolve().parent.parent / "tests" / "fixtures"
 LENGTHS = (5, 13, 48)
+# Model types that Hugging Face doesn't know, of checkpoints that come with code of another model
+SAME_AS = {"kimi_k2": "deepseek_v3"}
 
 
 def random_weights(model: torch.nn.Module, generator: torch.Generator) -> dict[str, torch.Tensor]:
@@ -69,19 +71,24 @@ def with_changes(raw: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]
     return {key: value for key, value in changed.items() if value is not None or key == "sliding_window"}
 
 
+def config_of(raw: dict[str, Any]) -> PreTrainedConfig:
+    """Return Hugging Face's config of a config.json."""
+    return AutoConfig.for_model(**raw | {"model_type": SAME_AS.get(raw["model_type"], raw["model_type"])})
+
+
 def read_back(
     folder: Path, weights: dict[str, torch.Tensor] | None = None, changes: dict[str, Any] | None = None
 ) -> torch.nn.Module:
     """Load the folder with Hugging Face, in float32 with eager attention; or `weights` with a changed config."""
+    raw = json.loads((folder / "config.json").read_text())
     if weights is not None:
-        raw = with_changes(json.loads((folder / "config.json").read_text()), changes or {})
-        config = AutoConfig.for_model(**raw)
+        config = config_of(with_changes(raw, changes or {}))
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
         known = model.state_dict().keys()
         model.load_state_dict({k: v.float() for k, v in weights.items() if k in known}, strict=False)
         return model.eval()
     model, info = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+        folder, config=config_of(raw), dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
     return model.eval()
@@ -101,7 +108,7 @@ def make_model(folder: Path) -> None:
         old.unlink()
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(config_of(raw), dtype=torch.float32)
     weights = random_weights(model, generator)
     if "bfloat16" in (raw.get("torch_dtype"), raw.get("dtype")):
         weights = {k: v.to(torch.bfloat16).float() for k, v in weights.items()}

@@ -38,6 +38,9 @@ from pallas_kernels.paged_attention import (
 )
 from pallas_kernels.quantized_matmul import HeldWeight
 
+# DeepSeek's code has this one for the norms of both low-rank forms, whatever the model's own epsilon is
+_NORM_EPSILON = 1e-6
+
 
 @flax.struct.dataclass
 class LatentAttentionParams:
@@ -85,9 +88,9 @@ def latent_attention(
     down = linear(x, params.down)
     low_rank = x
     if params.query_norm is not None:
-        low_rank = rms_norm(down[:, : params.query_norm.shape[0]], params.query_norm, settings.norm_eps)
+        low_rank = rms_norm(down[:, : params.query_norm.shape[0]], params.query_norm, _NORM_EPSILON)
     query = linear(low_rank, params.query.reshape(heads * (plain + rotated), -1)).reshape(tokens, heads, -1)
-    latent = rms_norm(down[:, -rank - rotated : -rotated], params.latent_norm, settings.norm_eps)
+    latent = rms_norm(down[:, -rank - rotated : -rotated], params.latent_norm, _NORM_EPSILON)
     turned = rotate(jnp.concatenate([query[..., plain:], down[:, None, -rotated:]], axis=1), *rotation)
     query = jnp.concatenate([query[..., :plain], turned[:, :heads]], axis=2)
     row = jnp.concatenate([latent[:, None], turned[:, heads:]], axis=2)

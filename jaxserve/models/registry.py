@@ -44,6 +44,7 @@ from pallas_kernels.paged_attention import Backend
 
 _FAMILIES: dict[str, ModuleType] = {
     "Cohere2ForCausalLM": cohere,
+    "DeepseekV2ForCausalLM": mixtures.deepseek,
     "DeepseekV3ForCausalLM": mixtures.deepseek,
     "Exaone4ForCausalLM": exaone4,
     "Gemma2ForCausalLM": gemma,
@@ -52,6 +53,7 @@ _FAMILIES: dict[str, ModuleType] = {
     "Gemma4UnifiedForCausalLM": gemma4,
     "Glm4ForCausalLM": glm,
     "Glm4MoeForCausalLM": mixtures.glm,
+    "Glm4MoeLiteForCausalLM": mixtures.deepseek,
     "GlmForCausalLM": glm,
     "GptOssForCausalLM": mixtures.gpt_oss,
     "GraniteForCausalLM": granite,
@@ -85,24 +87,27 @@ _TEXT_MODELS: dict[str, dict[str, str]] = {
     "Mistral3ForConditionalGeneration": {"ministral3": "Ministral3ForCausalLM", "mistral": "MistralForCausalLM"},
 }
 
+_INDEXED = "its layers choose the tokens that they attend to by an indexer, for which there is no kernel yet"
 _CHUNKED = "most of its layers attend within chunks of the context, for which there is no KV group yet"
 # Why some architectures aren't supported, or what to serve instead of a checkpoint that comes with its own code.
 _REASONS = {
     **dict.fromkeys(eagle.NAMES, "it is a head that drafts for a model: give it as speculative_model"),
+    **dict.fromkeys(("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"), _INDEXED),
     "ChatGLMModel": "GLM-4 is served from the checkpoints whose names end in -hf",
+    "DeepseekV4ForCausalLM": "its layers attend to compressed tokens, for which there is no KV group yet",
     "Llama4ForCausalLM": _CHUNKED,
     "Llama4ForConditionalGeneration": _CHUNKED,
 }
 
-# Fields of models that keep something other than keys and values of each token: there is no KV group for that yet.
-_LATENT = "latent rows for the tokens of a sequence (multi-head latent attention)"
-_STATE = "a state of fixed size for each sequence (Mamba, gated delta nets)"
-_OTHER_CACHES = {
-    "kv_lora_rank": _LATENT,
-    "mamba_d_state": _STATE,
-    "ssm_state_size": _STATE,
-    "state_size": _STATE,
-    "linear_conv_kernel_dim": _STATE,
+# Fields of models that say why their architecture isn't supported
+_STATE = (
+    "it keeps a state of fixed size for each sequence (Mamba, gated delta nets), and there is no KV group for that yet"
+)
+_TELLING_FIELDS = {
+    **dict.fromkeys(
+        ("mamba_d_state", "ssm_state_size", "state_size", "linear_conv_kernel_dim", "linear_attn_config"), _STATE
+    ),
+    "kv_lora_rank": "of the models with multi-head latent attention, DeepSeek-V2 and V3, Kimi-K2 and GLM-4.7-Flash are",
 }
 
 
@@ -138,9 +143,9 @@ def _why_not(architecture: str, raw: Mapping[str, Any]) -> str:
         return _REASONS[architecture]
     text = raw.get("text_config")
     fields = {*raw, *(text if isinstance(text, dict) else ())}
-    for field, kept in _OTHER_CACHES.items():
+    for field, reason in _TELLING_FIELDS.items():
         if field in fields:
-            return f"it keeps {kept}, and there is no KV group for that yet"
+            return reason
     return "supported: " + ", ".join(sorted([*_FAMILIES, *_TEXT_MODELS]))
 
 

@@ -111,10 +111,12 @@ def _check(scaling: Fields, config: RopeConfig, pairs: int, known: tuple[str, ..
     odd = scaling.raw.keys() - scaling.read - _READ_ELSEWHERE - set(known)
     if odd:
         raise ConfigError(f"{scaling.where} has fields that jaxserve does not support: {', '.join(sorted(odd))}")
-    for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
+    # Kimi-K2 has equal betas: a step in place of a ramp
+    for low, high, equal in (("low_freq_factor", "high_freq_factor", False), ("beta_slow", "beta_fast", True)):
         least, most = getattr(config, low), getattr(config, high)
-        if least >= most:
-            raise ConfigError(f"{scaling.where}: {low}={least:g} should be less than {high}={most:g}")
+        if least > most or (least == most and not equal):
+            bound = "at most" if equal else "less than"
+            raise ConfigError(f"{scaling.where}: {low}={least:g} should be {bound} {high}={most:g}")
     lists = {
         "factors": {"factors": config.factors},
         "longrope": {"short_factor": config.short_factors, "long_factor": config.long_factors},

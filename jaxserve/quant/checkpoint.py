@@ -28,6 +28,8 @@ CONVERTED = "jaxserve"
 """The method that `jaxserve convert` writes; its `scheme` is one of `OnTheFly`."""
 _GROUP = Range(1, 2**20)
 _BLOCK = (128, 128)
+# It is no linear layer in DeepSeek's code, so its configs don't name it
+_DEEPSEEK_ROUTER = r"re:.*\.mlp\.gate$"
 UNKNOWN_ORDER = "not read yet"
 """Stands for an order of inputs that only the files tell; all tensors of a parameter are assumed to have the same."""
 
@@ -201,7 +203,7 @@ def _fp8(fields: Fields) -> CheckpointQuantization:
             raise ConfigError(f"{fields.where}: weight_block_size={block} is not supported; only {list(_BLOCK)} is")
         if activations == "static":
             raise ConfigError(f"{fields.where}: activation_scheme=static is not supported with weight_block_size")
-        return _blocks_of_fp8("fp8", ignored)
+        return _blocks_of_fp8("fp8", (*ignored, _DEEPSEEK_ROUTER))
     scheme = Scheme("fp8", activations="token" if activations == "dynamic" else "static")
     kind = f"fp8, {activations} activations"
     return CheckpointQuantization("fp8", (Rule("Linear", StoredWeight(kind, scheme, "plain", _F32)),), ignored)

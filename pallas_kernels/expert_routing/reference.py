@@ -26,8 +26,8 @@ def choose_experts(
     by = scores if correction is None else scores + correction
     if routing.groups > 1:
         grouped = by.reshape(len(by), routing.groups, -1)
-        best_two = lax.top_k(grouped, min(2, grouped.shape[2]))[0].sum(axis=-1)
-        chosen = lax.top_k(best_two, routing.groups_chosen)[1]
+        best = lax.top_k(grouped, min(routing.best_of_group, grouped.shape[2]))[0].sum(axis=-1)
+        chosen = lax.top_k(best, routing.groups_chosen)[1]
         allowed = (chosen[:, :, None] == jnp.arange(routing.groups)).any(axis=1)
         by = jnp.where(allowed[:, :, None], grouped, -jnp.inf).reshape(by.shape)
     ids = lax.top_k(by, routing.choices)[1]

@@ -17,8 +17,8 @@ class Routing:
     the scores by which experts are chosen, but not to the weights.
 
     Experts lie in `groups` of equal size, of which the `groups_chosen` best may be chosen from: those with the highest
-    sum of their two highest scores. With `renormalize`, the weights of a token are divided by their sum. Then they are
-    multiplied by `scale`.
+    sum of their `best_of_group` highest scores. With `renormalize`, the weights of a token are divided by their sum.
+    Then they are multiplied by `scale`.
     """
 
     choices: int
@@ -27,3 +27,4 @@ class Routing:
     scale: float = 1.0
     groups: int = 1
     groups_chosen: int = 1
+    best_of_group: int = 2

@@ -107,8 +107,9 @@ def _allowed(
     sums = jnp.full(group.shape, -jnp.inf, jnp.float32)
     for i in range(routing.groups):
         inside = (lane >= i * size) & (lane < (i + 1) * size)
-        best_two = [jnp.where(lane == one, by, -jnp.inf).max() for one in _best(by, inside, lane, min(2, size))]
-        sums = jnp.where(group == i, sum(best_two[1:], best_two[0]), sums)
+        best = _best(by, inside, lane, min(routing.best_of_group, size))
+        scores = [jnp.where(lane == one, by, -jnp.inf).max() for one in best]
+        sums = jnp.where(group == i, sum(scores[1:], scores[0]), sums)
     allowed = lane < 0
     for chosen in _best(sums, group < routing.groups, group, routing.groups_chosen):
         allowed |= (lane >= chosen * size) & (lane < (chosen + 1) * size)

@@ -353,6 +353,29 @@ GPT_OSS = {
     },
     "sliding_window": 16,
 }
+DEEPSEEK_V3 = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "first_k_dense_replace": 0,
+    "head_dim": None,
+    "intermediate_size": 128,
+    "kv_lora_rank": 128,
+    "model_type": "deepseek_v3",
+    "moe_intermediate_size": 128,
+    "n_group": 2,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_experts_per_tok": 2,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 128,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 32,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "v_head_dim": 32,
+}
 MIXTURES: dict[str, Fixture] = {
     "mixtral_awq": Fixture(
         llama(F16, **MIXTRAL, intermediate_size=64, num_local_experts=4),
@@ -373,6 +396,11 @@ MIXTURES: dict[str, Fixture] = {
         llama(BF16, **QWEN3_MOE, num_experts=4),
         BLOCKS_128 | {"modules_to_not_convert": ["lm_head", "model.layers.0.mlp.gate"]},
         but("lm_head|gate$", fp8_in("block", torch.bfloat16, "weight_scale_inv")),
+    ),
+    "deepseek_v3_fp8_blocks": Fixture(
+        llama(BF16, **DEEPSEEK_V3),
+        BLOCKS_128,
+        but("lm_head|gate$", fp8_in("block", torch.float32, "weight_scale_inv")),
     ),
     "qwen3_moe_w4a16": Fixture(
         llama(BF16, **QWEN3_MOE | {"moe_intermediate_size": 64}, num_experts=4),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -38,10 +39,25 @@ MIXTURE = CONFIG | {
     "num_experts_per_tok": CHOSEN,
     "num_nextn_predict_layers": 1,
 }
+LOW_RANK, RANK, PLAIN, TURNED, VALUE = 24, 32, 8, 16, 12
+LATENT = MIXTURE | {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "head_dim": None,
+    "num_key_value_heads": HEADS,
+    "q_lora_rank": LOW_RANK,
+    "kv_lora_rank": RANK,
+    "qk_nope_head_dim": PLAIN,
+    "qk_rope_head_dim": TURNED,
+    "v_head_dim": VALUE,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.0,
+}
 
 
-def norm(x: np.ndarray[Any, Any], weight: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    return x / np.sqrt((x**2).mean(-1, keepdims=True) + EPS) * weight
+def norm(x: np.ndarray[Any, Any], weight: np.ndarray[Any, Any], eps: float = EPS) -> np.ndarray[Any, Any]:
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * weight
 
 
 def rotate(x: np.ndarray[Any, Any], width: int) -> np.ndarray[Any, Any]:
@@ -59,11 +75,32 @@ def attention(x: np.ndarray[Any, Any], own: Tensors, name: str, rotated: int = H
     )
     q, k = rotate(q, rotated), rotate(k, rotated)
     k, v = (np.repeat(each, HEADS // KV_HEADS, axis=1) for each in (k, v))
-    scores = np.einsum("qhd,khd->hqk", q, k) * HEAD_DIM**-0.5
-    scores = np.where(np.tri(len(x), dtype=bool), scores, -np.inf)
+    return weighted_sums(q, k, v) @ own[f"{name}.o_proj.weight"].T
+
+
+def latent_attention(x: np.ndarray[Any, Any], own: Tensors, name: str) -> np.ndarray[Any, Any]:
+    """Attend as DeepSeek-V3, whose heads have rotated pairs side by side."""
+
+    def turned(part: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        return rotate(np.concatenate([part[..., ::2], part[..., 1::2]], -1), TURNED)
+
+    low_rank = norm(x @ own[f"{name}.q_a_proj.weight"].T, own[f"{name}.q_a_layernorm.weight"], 1e-6)
+    q = (low_rank @ own[f"{name}.q_b_proj.weight"].T).reshape(len(x), HEADS, -1)
+    latent, key = np.split(x @ own[f"{name}.kv_a_proj_with_mqa.weight"].T, [RANK], axis=1)
+    latent = norm(latent, own[f"{name}.kv_a_layernorm.weight"], 1e-6)
+    plain, v = np.split((latent @ own[f"{name}.kv_b_proj.weight"].T).reshape(len(x), HEADS, -1), [PLAIN], axis=2)
+    shared = np.repeat(turned(key[:, None]), HEADS, axis=1)
+    q, k = np.concatenate([q[..., :PLAIN], turned(q[..., PLAIN:])], 2), np.concatenate([plain, shared], 2)
+    return weighted_sums(q, k, v) @ own[f"{name}.o_proj.weight"].T
+
+
+def weighted_sums(q: np.ndarray[Any, Any], k: np.ndarray[Any, Any], v: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return the outputs `[tokens, heads * dim]` of causal attention."""
+    scores = np.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
+    scores = np.where(np.tri(len(q), dtype=bool), scores, -np.inf)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
-    return np.einsum("hqk,khd->qhd", weights, v).reshape(len(x), -1) @ own[f"{name}.o_proj.weight"].T
+    return np.einsum("hqk,khd->qhd", weights, v).reshape(len(q), -1)
 
 
 def mlp(x: np.ndarray[Any, Any], own: Tensors, name: str) -> np.ndarray[Any, Any]:
@@ -105,12 +142,14 @@ def eagle3_logits(
     return x, logits
 
 
-def mtp_logits(own: Tensors, embedded: Any, hidden: Any, head: Any) -> Any:
+def mtp_logits(own: Tensors, embedded: Any, hidden: Any, head: Any, *, latent: bool) -> Any:
     name = f"model.layers.{MIXTURE['num_hidden_layers']}"
     embedded = np.where(np.arange(len(embedded))[:, None] == 0, 0, embedded)
     parts = norm(embedded, own[f"{name}.enorm.weight"]), norm(hidden, own[f"{name}.hnorm.weight"])
     x = np.concatenate(parts, 1) @ own[f"{name}.eh_proj.weight"].T
-    x = x + attention(norm(x, own[f"{name}.input_layernorm.weight"]), own, f"{name}.self_attn", HEAD_DIM // 2)
+    normed = norm(x, own[f"{name}.input_layernorm.weight"])
+    attend = latent_attention if latent else functools.partial(attention, rotated=HEAD_DIM // 2)
+    x = x + attend(normed, own, f"{name}.self_attn")
     x = x + mixture(norm(x, own[f"{name}.post_attention_layernorm.weight"]), own, f"{name}.mlp")
     x = norm(x, own[f"{name}.shared_head.norm.weight"])
     return x, x @ head.T
@@ -131,6 +170,20 @@ def layer_shapes(name: str, inputs: int = DIM, dim: int = DIM) -> dict[str, tupl
         f"{name}.self_attn.v_proj.weight": (KV_HEADS * HEAD_DIM, inputs),
         f"{name}.self_attn.o_proj.weight": (dim, HEADS * HEAD_DIM),
         f"{name}.post_attention_layernorm.weight": (dim,),
+    }
+
+
+def latent_shapes(name: str) -> dict[str, tuple[int, ...]]:
+    attention = f"{name}.self_attn"
+    return {
+        f"{attention}.q_a_proj.weight": (LOW_RANK, DIM),
+        f"{attention}.q_a_layernorm.weight": (LOW_RANK,),
+        f"{attention}.q_b_proj.weight": (HEADS * (PLAIN + TURNED), LOW_RANK),
+        f"{attention}.kv_a_proj_with_mqa.weight": (RANK + TURNED, DIM),
+        f"{attention}.kv_a_layernorm.weight": (RANK,),
+        f"{attention}.kv_b_proj.weight": (HEADS * (PLAIN + VALUE), RANK),
+        f"{attention}.o_proj.weight": (DIM, HEADS * VALUE),
+        f"{name}.post_attention_layernorm.weight": (DIM,),
     }
 
 
@@ -266,10 +319,12 @@ def test_a_reduced_vocabulary_needs_the_ids_of_its_tokens(model: dict[str, Any])
         drafted(config, own, **model)
 
 
-def test_multi_token_prediction(model: dict[str, Any]) -> None:
+@pytest.mark.parametrize("latent", [False, True])
+def test_multi_token_prediction(model: dict[str, Any], *, latent: bool) -> None:
     rng, name = np.random.default_rng(4), f"model.layers.{MIXTURE['num_hidden_layers']}"
     experts = [f"{name}.mlp.experts.{expert}" for expert in range(EXPERTS)]
-    shapes = layer_shapes(name) | {f"{name}.mlp.gate.weight": (EXPERTS, DIM), f"{name}.eh_proj.weight": (DIM, 2 * DIM)}
+    layer = latent_shapes(name) if latent else layer_shapes(name)
+    shapes = layer | {f"{name}.mlp.gate.weight": (EXPERTS, DIM), f"{name}.eh_proj.weight": (DIM, 2 * DIM)}
     for block in (*experts, f"{name}.mlp.shared_experts"):
         shapes |= mlp_shapes(block, WIDTH)
     for each in ("input_layernorm", "enorm", "hnorm", "shared_head.norm"):
@@ -277,6 +332,6 @@ def test_multi_token_prediction(model: dict[str, Any]) -> None:
     own = matrices(rng, shapes)
     own[f"{name}.mlp.gate.e_score_correction_bias"] = rng.standard_normal(EXPERTS) / 8
     copies = {f"{name}.{each}.weight": np.zeros((VOCAB, DIM)) for each in ("embed_tokens", "shared_head.head")}
-    config = mtp.config_of(parse_model_config(MIXTURE))
-    expected = mtp_logits(own, model["table"][model["tokens"]], model["hidden"], model["head"])
+    config = mtp.config_of(parse_model_config(LATENT if latent else MIXTURE))
+    expected = mtp_logits(own, model["table"][model["tokens"]], model["hidden"], model["head"], latent=latent)
     assert_close(drafted(config, own | copies, **model), expected)

@@ -44,3 +44,10 @@ def test_16_bit_weights_are_quantized_on_the_fly(setting: str, most: float) -> N
     assert made.on_the_fly
     assert np.sqrt(((packed - rows) ** 2).mean()) < 0.03 * expected.std()
     assert np.sqrt(((packed - expected) ** 2).mean()) < most * expected.std()
+
+
+@pytest.mark.slow
+def test_parts_of_kv_b_proj_are_packed_by_head() -> None:
+    made, logits, expected = held_logits("glm4_moe_lite", "packed")
+    assert {("layers", 0, "attention", name) for name in ("query", "key_up", "value_up", "output")} <= made.forms.keys()
+    assert np.sqrt(((logits - expected) ** 2).mean()) < ROUNDING * expected.std()

@@ -21,6 +21,9 @@ from tests.models.hub_configs import HUB
         ("MambaForCausalLM", "'MambaForCausalLM' is not supported; supported: .*LlamaForCausalLM"),
         ("ChatGLMModel", "'ChatGLMModel' is not supported; GLM-4 is served from .* -hf"),
         ("Llama4ForConditionalGeneration", "is not supported; .* chunks of the context"),
+        ("DeepseekV32ForCausalLM", "is not supported; .* by an indexer"),
+        ("GlmMoeDsaForCausalLM", "is not supported; .* by an indexer"),
+        ("DeepseekV4ForCausalLM", "is not supported; .* compressed tokens"),
     ],
 )
 def test_an_unknown_architecture_is_refused_with_what_to_serve_instead(architecture: str, message: str) -> None:
@@ -29,18 +32,19 @@ def test_an_unknown_architecture_is_refused_with_what_to_serve_instead(architect
 
 
 @pytest.mark.parametrize(
-    ("architecture", "fields", "kept"),
+    ("architecture", "fields", "reason"),
     [
-        ("DeepseekV3ForCausalLM", {"kv_lora_rank": 512}, "latent rows"),
-        ("Mamba2ForCausalLM", {"state_size": 128}, "a state of fixed size for each sequence"),
-        ("Qwen3_5ForConditionalGeneration", {"text_config": {"linear_conv_kernel_dim": 4}}, "a state of fixed size"),
+        ("MiniCPM3ForCausalLM", {"kv_lora_rank": 256}, "of the models with multi-head latent attention, DeepSeek-V2"),
+        ("KimiLinearForCausalLM", {"kv_lora_rank": 512, "linear_attn_config": {}}, "it keeps a state of fixed size"),
+        ("Mamba2ForCausalLM", {"state_size": 128}, "it keeps a state of fixed size for each sequence .* no KV group"),
+        ("Qwen3_5ForConditionalGeneration", {"text_config": {"linear_conv_kernel_dim": 4}}, "it keeps a state"),
     ],
 )
-def test_a_model_that_keeps_something_else_than_keys_and_values_is_refused(
-    architecture: str, fields: dict[str, object], kept: str
+def test_a_field_may_tell_why_an_architecture_is_refused(
+    architecture: str, fields: dict[str, object], reason: str
 ) -> None:
     raw = {"architectures": [architecture], "quantization_config": {"quant_method": "fp8"}, **fields}
-    with pytest.raises(ConfigError, match=f"'{architecture}' is not supported; it keeps {kept} .* no KV group for"):
+    with pytest.raises(ConfigError, match=f"'{architecture}' is not supported; {reason}"):
         parse_model_config(raw)
 
 
@@ -60,6 +64,9 @@ def test_without_a_window_exaone_rotates_every_layer() -> None:
         ("qwen2_moe", {}, {"sliding_window": 0, "layer_types": ["full_attention"] * 3}),
         ("minimax_m2", {}, {"num_mtp_modules": 3, "use_mtp": True}),
         ("gpt_oss", {}, {"rope_scaling": None, "rope_theta": 150000.0}),
+        ("deepseek_v3", {"num_nextn_predict_layers": "num_mtp_layers"}, {"head_dim": 16, "qk_head_dim": 40}),
+        ("deepseek_v3", {}, {"n_shared_experts": None, "first_k_dense_replace": 0}),
+        ("glm4_moe_lite", {}, {"first_k_dense_replace": None, "mlp_layer_types": ["dense", "sparse", "sparse"]}),
     ],
 )
 def test_other_spellings_of_a_config_are_read(name: str, renamed: dict[str, str], changes: dict[str, Any]) -> None:

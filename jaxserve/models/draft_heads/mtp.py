@@ -1,4 +1,4 @@
-"""Multi-token prediction (DeepSeek-AI 2024): an additional layer of a checkpoint that drafts, as GLM-4.5 has it.
+"""Multi-token prediction (DeepSeek-AI 2024, DeepSeek-V3): an additional layer of a checkpoint that drafts.
 
 The layer uses the model's embedding and head, so their copies in the checkpoint aren't read.
 """
@@ -43,8 +43,8 @@ def config_of(model: ModelConfig) -> common.Config:
     """Return the config of a model's layer that drafts. Raises `ConfigError` if it has none."""
     if not model.draft_layers or not isinstance(model, common.Config):
         raise ConfigError(
-            f"speculative_method=mtp: this checkpoint ({model.architecture}) has no layer that drafts; GLM-4.5 and "
-            "4.6 have one. Another method is ngram"
+            f"speculative_method=mtp: this checkpoint ({model.architecture}) has no layer that drafts; DeepSeek-V3 and "
+            "R1, GLM-4.5, 4.6 and 4.7-Flash have one. Another method is ngram"
         )
     return dataclasses.replace(
         model,

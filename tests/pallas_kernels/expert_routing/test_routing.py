@@ -40,6 +40,7 @@ CASES = (
     Case("softmax-60-experts", Routing(4), experts=60, tokens=20),
     Case("softmax-underflows", Routing(8), spread=200.0),
     Case("softmax-groups", Routing(6, groups=8, groups_chosen=3, scale=16.0), experts=160),
+    Case("softmax-best-of-group", Routing(6, groups=8, groups_chosen=3, scale=16.0, best_of_group=1), experts=160),
     Case("softmax-groups-of-one", Routing(2, groups=4, groups_chosen=3), experts=4),
     Case("chosen", Routing(4, "softmax_of_chosen"), experts=32, tokens=30),
     Case("chosen-corrected", Routing(4, "softmax_of_chosen"), correction=True),
@@ -51,7 +52,15 @@ CASES = (
     Case("deepseek-many", DEEPSEEK, experts=256, tokens=300, correction=True),
     Case("choices-10", Routing(10, renormalize=True), experts=512),
 )
-QUICK = ("softmax", "softmax-60-experts", "softmax-underflows", "softmax-groups", "chosen-all", "deepseek")
+QUICK = (
+    "softmax",
+    "softmax-60-experts",
+    "softmax-underflows",
+    "softmax-groups",
+    "softmax-best-of-group",
+    "chosen-all",
+    "deepseek",
+)
 
 Chooser = Callable[..., tuple[jax.Array, jax.Array]]
 
@@ -93,7 +102,7 @@ def _truth(logits: np.ndarray, correction: np.ndarray | None, routing: Routing) 
     by = scores if correction is None else scores + correction
     if routing.groups > 1:
         groups = by.reshape(routing.groups, -1)
-        sums = [np.sort(group)[-2:].sum(dtype=np.float32) for group in groups]
+        sums = [np.sort(group)[-routing.best_of_group :].sum(dtype=np.float32) for group in groups]
         best = sorted(range(routing.groups), key=lambda group: (-sums[group], group))[: routing.groups_chosen]
         by = np.where(np.isin(np.arange(len(by)) // groups.shape[1], best), by, np.float32(-np.inf))
     chosen = sorted(range(len(by)), key=lambda expert: (-by[expert], expert))[: routing.choices]
