@@ -64,13 +64,13 @@ _TABLE_PAGES = 2**15
 
 
 def refusal(problem: Problem, target: KernelTarget) -> str | None:
-    """Return what isn't supported (dtype, head size, ratio of heads or page size), or None."""
+    """Return what isn't supported (dtype, head size, ratio of heads, page size or memory of a tile), or None."""
     if problem.dtype.name not in DTYPES:
         return f"mosaic_tpu computes in {' and '.join(DTYPES)}, not in {problem.dtype.name}"
     if problem.kv_dtype.name not in DTYPES and not is_float8(problem.kv_dtype):
         return f"mosaic_tpu reads KV caches of {', '.join(DTYPES)} and fp8, not of {problem.kv_dtype.name}"
     if problem.value_dim is not None:
-        if why := _refused_latent_rows(problem, target):
+        if why := _refused_latent_rows(problem):
             return why
     elif problem.head_dim > 512:
         return f"mosaic_tpu takes heads of up to 512, not of {problem.head_dim}"
@@ -88,23 +88,25 @@ def refusal(problem: Problem, target: KernelTarget) -> str | None:
             f"mosaic_tpu takes pages of up to {limit // 2**20} MiB, and {problem.page_size} tokens of "
             f"{problem.kv_heads} KV heads take {page_bytes // 2**20}: choose smaller pages"
         )
+    joined = problem.value_dim is None and 2 * problem.head_dim <= LANES
+    attention = _attention(problem, AttentionOptions(1.0), joined=joined, writes=True)
+    least = vmem_bytes(attention, block_sizes(attention, problem, target, queries=attention.unit))
+    if least > (limit := _vmem_limit(target)):
+        return (
+            f"mosaic_tpu's smallest tile of {problem.heads} query heads and pages of {problem.page_size} tokens takes "
+            f"{least / 2**20:.0f} MiB of vector memory, more than {limit // 2**20}: choose smaller pages, or split the "
+            "heads among more devices"
+        )
     return None
 
 
-def _refused_latent_rows(problem: Problem, target: KernelTarget) -> str | None:
+def _refused_latent_rows(problem: Problem) -> str | None:
     if problem.kv_heads != 1:
         return f"mosaic_tpu takes latent rows that all heads of a shard share, not {problem.kv_heads} a token"
     if problem.head_dim > MAX_LATENT_DIM:
         return f"mosaic_tpu takes latent rows of up to {MAX_LATENT_DIM}, not of {problem.head_dim}"
     if problem.heads > MAX_LATENT_GROUP:
         return f"mosaic_tpu takes up to {MAX_LATENT_GROUP} query heads a latent row, not {problem.heads}"
-    attention = _attention(problem, AttentionOptions(1.0), joined=False, writes=True)
-    least = vmem_bytes(attention, block_sizes(attention, problem, target, queries=attention.unit))
-    if least > (limit := _vmem_limit(target)):
-        return (
-            f"mosaic_tpu's smallest tile of {problem.heads} query heads in {problem.dtype.name} over latent rows in "
-            f"{problem.kv_dtype.name} takes {least / 2**20:.0f} MiB of vector memory, more than {limit / 2**20:.0f}"
-        )
     return None
 
 
@@ -242,9 +244,8 @@ def block_sizes(
         # Rows of memory are in tiles of 8.
         queries = max(2, max_queries) + -max(2, max_queries) % (8 // math.gcd(8, attention.group))
     elif queries > 1:
-        if latent:
-            queries = min(queries, _TILE_ROWS // attention.group)
-        queries = _whole_units(min(queries, tuned.get("block_q", queries)), attention)
+        most = _TILE_ROWS // attention.group if latent else queries
+        queries = _whole_units(min(queries, tuned.get("block_q", most)), attention)
     budget = _vmem_capacity(target) // 3
     while True:
         parts = _parts(attention, queries)
@@ -263,7 +264,8 @@ def candidates(kind: str, problem: Problem, target: KernelTarget) -> list[dict[s
     keys = [{"block_kv": size} for size in (128, 256, 512, 1024) if size >= problem.page_size]
     if kind == "decode":
         return keys
-    return [{"block_q": queries, **one} for queries in (32, 64, 128, 256) for one in keys]
+    tiles = (32, 64, 128, 256) if problem.value_dim is None else (16, 32, 64, 128)
+    return [{"block_q": queries, **one} for queries in tiles for one in keys]
 
 
 def vmem_bytes(attention: TpuAttention, sizes: LoopSizes) -> int:
