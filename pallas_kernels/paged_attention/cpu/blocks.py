@@ -128,20 +128,20 @@ def store_query(f: Function, scratch: BlockScratch, source: Value | None, to: Va
 
 def state_bytes(facts: CpuAttention) -> int:
     """Return the size of a row's running softmax: its sums, its peak in every lane, and its total lane by lane."""
-    return (facts.head_dim + 2 * LANES) * 4
+    return (facts.value_width + 2 * LANES) * 4
 
 
 def reset_state(f: Function, state: Value, facts: CpuAttention) -> None:
     """Store the state of a row that has seen no token."""
     for i in range(facts.vectors):
         f.store(zero(f), state, 64 * i)
-    f.store(f.constant(VECTOR, _UNSEEN), state, 4 * facts.head_dim)
-    f.store(zero(f), state, 4 * facts.head_dim + 64)
+    f.store(f.constant(VECTOR, _UNSEEN), state, 4 * facts.value_width)
+    f.store(zero(f), state, 4 * facts.value_width + 64)
 
 
 def merge_state(f: Function, state: Value, later: Value, facts: CpuAttention) -> None:
     """Merge the state of a row's next chunk into its state."""
-    peak_at, total_at = 4 * facts.head_dim, 4 * facts.head_dim + 64
+    peak_at, total_at = 4 * facts.value_width, 4 * facts.value_width + 64
     old, new = (f.load(VECTOR, pointer, peak_at) for pointer in (state, later))
     peak = f.maximum(old, new)
     keep, share = (maths.exp(f, x - peak) for x in (old, new))
@@ -152,7 +152,7 @@ def merge_state(f: Function, state: Value, later: Value, facts: CpuAttention) ->
 
 def write_output(f: Function, state: Value, sink: Value, out: Value, facts: CpuAttention) -> None:
     """Normalize a row's sums and store its output; a sink adds its exponential to the denominator."""
-    peak, total = (f.load(VECTOR, state, 4 * facts.head_dim + at) for at in (0, 64))
+    peak, total = (f.load(VECTOR, state, 4 * facts.value_width + at) for at in (0, 64))
     total = maths.reduce_lanes(f, total, operator.add)
     share = f.constant(VECTOR, 1.0)
     if facts.sinks:
@@ -191,7 +191,7 @@ def lay_out_values(f: Function, scratch: BlockScratch, at: Value, end: Value, pr
     See `advance` for `prefetch`.
     """
     facts, shared = scratch.facts, scratch.shared
-    row_bytes = facts.head_dim * 4
+    row_bytes = facts.value_width * 4
 
     def step(k: Value, masked: bool) -> Sequence[Value]:
         for i, column in enumerate(value_vectors(f, scratch, at, end, k, range(facts.vectors), masked)):
@@ -300,12 +300,12 @@ def softmax_weights(
             mask = mask & (position > splat(f, query_position - facts.window))
         seen.append(mask)
     logits = [f.select(mask, capped(f, x, facts), MASKED) for mask, x in zip(seen, logits, strict=True)]
-    old, total = (f.load(VECTOR, state, 4 * facts.head_dim + at) for at in (0, 64))
+    old, total = (f.load(VECTOR, state, 4 * facts.value_width + at) for at in (0, 64))
     high = f.maximum(f.maximum(logits[0], logits[1]), f.maximum(logits[2], logits[3]))
     peak = f.maximum(old, maths.reduce_lanes(f, high, f.maximum))
     keep = maths.exp(f, old - peak)
     shares = [maths.exp(f, x - peak) for x in logits]
     total = f.fma(total, keep, (shares[0] + shares[1]) + (shares[2] + shares[3]))
-    f.store(peak, state, 4 * facts.head_dim)
-    f.store(total, state, 4 * facts.head_dim + 64)
+    f.store(peak, state, 4 * facts.value_width)
+    f.store(total, state, 4 * facts.value_width + 64)
     return keep, shares
