@@ -41,6 +41,8 @@ CHUNK = 512
 """Tokens that are summed separately, so that threads can share a long row."""
 STRIP = 6
 """The most rows that are computed together without tile registers. AVX-512 has registers for their sums."""
+LINE = 64
+"""Bytes of a cache line."""
 Prefetch = Callable[[Value, Value, int], None]
 # The peak of a row that saw no token: below any logit, but far above masked ones, whose weights so become 0.
 _UNSEEN = MASKED / 10
@@ -172,6 +174,18 @@ def find_tokens(f: Function, scratch: BlockScratch, at: Value, end: Value) -> No
         f.store(offset, scratch.offsets, i * 8)
 
     f.loop((end - at + (LANES - 1)) // LANES, group, start=first_seen(f, scratch, at) // LANES)
+
+
+def prefetch_of(f: Function, facts: CpuAttention, ahead: Value, cache: int) -> Prefetch:
+    """Return what `advance` calls for parts of the block whose groups of 16 tokens have the offsets `ahead`."""
+
+    def prefetch(pool: Value, first: Value, nbytes: int) -> None:
+        group_bytes = LANES * facts.kv_row_bytes
+        offset = f.load(I64, ahead, first // group_bytes * 8) + first % group_bytes
+        for line in range(0, nbytes, LINE):
+            f.prefetch(f.at(pool, offset + line), cache)
+
+    return prefetch
 
 
 def lay_out_keys(f: Function, scratch: BlockScratch, at: Value, end: Value) -> None:

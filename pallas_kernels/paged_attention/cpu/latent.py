@@ -24,7 +24,7 @@ from pallas_kernels.paged_attention.cpu.blocks import (
     write_output,
 )
 from pallas_kernels.paged_attention.cpu.panels import PANEL, advance_panel, lay_out_block, panel_bytes, store_panel
-from pallas_kernels.paged_attention.cpu.tiles import CpuAttention, SharedOperands, int_at
+from pallas_kernels.paged_attention.cpu.tiles import LANES, CpuAttention, SharedOperands, int_at, token_offset
 
 ITEM_BYTES = 48
 """Size of an item's description in `SharedOperands.tasks`."""
@@ -166,6 +166,17 @@ def _block(
     end = f.minimum(at + BLOCK, tile.end)
     lay_out_block(f, scratch, at, end)
     group = scratch.facts.group
+    # The offsets in the pool of the tokens that are read next, by groups of 16; those of this block if there are none
+    ahead = f.stack(BLOCK // LANES * 8)
+
+    def find_next(i: Value) -> None:
+        position = at + i * LANES
+        later = position + BLOCK
+        position = f.select(later < tile.end, later, at)
+        zero = f.constant(I64, 0)
+        f.store(token_offset(f, scratch.shared, scratch.facts, scratch.row, zero, position), ahead, i * 8)
+
+    f.loop(BLOCK // LANES, find_next)
 
     def attend_panel(p: Value) -> None:
         begin = tile.first + p * PANEL
@@ -176,7 +187,7 @@ def _block(
         own = f.at(queries, p * panel_bytes(scratch)), f.at(states, p * (PANEL * state_bytes(scratch.facts)))
         panel = Strip(*own, PANEL, position_of)
         sees = position_of(f.constant(I64, PANEL - 1)) >= at
-        f.when(sees, lambda: advance_panel(f, scratch, panel, at, end))
+        f.when(sees, lambda: advance_panel(f, scratch, panel, at, end, ahead))
 
     f.loop(panels, attend_panel)
 

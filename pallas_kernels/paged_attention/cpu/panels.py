@@ -25,6 +25,7 @@ from pallas_kernels.paged_attention.cpu.blocks import (
     find_tokens,
     first_seen,
     lay_out_values,
+    prefetch_of,
     query_bytes,
     softmax_weights,
     state_bytes,
@@ -34,6 +35,8 @@ from pallas_kernels.paged_attention.cpu.tiles import LANES, VECTOR, WORDS, load_
 
 PANEL = LANES
 """Rows of queries of a panel."""
+# A block is larger than a first cache.
+_CACHE = 2
 
 
 def panel_bytes(scratch: BlockScratch) -> int:
@@ -78,14 +81,18 @@ def lay_out_block(f: Function, scratch: BlockScratch, at: Value, end: Value) -> 
     each_step(f, scratch, at, end, token)
 
 
-def advance_panel(f: Function, scratch: BlockScratch, panel: Strip, at: Value, end: Value) -> None:
-    """Add a block that is laid out to the states of a panel."""
+def advance_panel(f: Function, scratch: BlockScratch, panel: Strip, at: Value, end: Value, ahead: Value) -> None:
+    """Add a block that is laid out to the states of a panel.
+
+    Each step of the product with keys prefetches its part of the next block, whose groups have the offsets `ahead`.
+    """
     if scratch.tiles is not None:
-        multiply_keys_in_pool(f, scratch, scratch.tiles, panel.queries, PANEL, at, end, lambda *_: None)
+        prefetch = prefetch_of(f, scratch.facts, ahead, _CACHE)
+        multiply_keys_in_pool(f, scratch, scratch.tiles, panel.queries, PANEL, at, end, prefetch)
         advance_tiles(f, scratch, scratch.tiles, panel, at)
         return
     facts = scratch.facts
-    _multiply_rows(f, scratch, panel.queries, at, end)
+    _multiply_rows(f, scratch, panel.queries, at, end, ahead)
     keeps = f.stack(PANEL * 64)
 
     def weigh(r: Value) -> None:
@@ -103,7 +110,7 @@ def advance_panel(f: Function, scratch: BlockScratch, panel: Strip, at: Value, e
     _multiply_values(f, scratch, panel.states, keeps, at, end)
 
 
-def _multiply_rows(f: Function, scratch: BlockScratch, queries: Value, at: Value, end: Value) -> None:
+def _multiply_rows(f: Function, scratch: BlockScratch, queries: Value, at: Value, end: Value, ahead: Value) -> None:
     """Store as logits the products of a panel with the rows of a block."""
     facts, exact = scratch.facts, scratch.exact
     products = f.stack(TILE_BYTES)
@@ -115,9 +122,12 @@ def _multiply_rows(f: Function, scratch: BlockScratch, queries: Value, at: Value
             rows = f.at(scratch.shared.keys, f.load(I64, scratch.offsets, i * 8))
         else:
             rows = f.at(scratch.values, i * (LANES * row_bytes))
+        next_rows = f.at(scratch.shared.keys, f.load(I64, ahead, i * 8))
         for part in _parts(LANES, scratch.sums):
 
             def word(k: Value, *sums: Value, part: range = part) -> list[Value]:
+                step = len(part) * facts.kv_row_bytes // words
+                f.prefetch(f.at(next_rows, k * step + part.start * facts.kv_row_bytes), _CACHE)
                 column = f.load(WORDS if exact else VECTOR, queries, k * ROW_BYTES)
                 out = []
                 for token, total in zip(part, sums, strict=True):
