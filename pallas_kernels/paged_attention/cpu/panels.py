@@ -73,8 +73,9 @@ def lay_out_block(f: Function, scratch: BlockScratch, at: Value, end: Value) -> 
 
     def token(t: Value, _: bool) -> tuple[()]:
         offset = f.load(I64, scratch.offsets, t // LANES * 8) + t % LANES * facts.kv_row_bytes
-        numbers = load_row(f, f.at(scratch.shared.keys, offset), facts.kv_dtype, facts.head_dim)
-        for i, some in enumerate(numbers):
+        row = f.at(scratch.shared.keys, offset)
+        for i in range(facts.head_dim // LANES):
+            (some,) = load_row(f, f.at(row, i * LANES * facts.kv_bytes), facts.kv_dtype, LANES)
             f.store(some, scratch.values, t * (facts.head_dim * 4) + 64 * i)
         return ()
 
