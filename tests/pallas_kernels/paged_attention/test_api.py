@@ -77,6 +77,17 @@ def test_triton_refuses_with_a_reason(target: KernelTarget, change: dict[str, An
         (KernelTarget("cpu"), {"dtype": np.dtype(np.float16)}, r"computes in float32 and bfloat16, not float16"),
         (KernelTarget("cpu"), {"head_dim": 72}, r"heads of 16 to 512 in steps of 16, not of 72"),
         (KernelTarget("cpu"), {"head_dim": 528}, r"not of 528"),
+        (
+            KernelTarget("cpu"),
+            {"head_dim": 1040, "value_dim": 512},
+            r"latent rows of 16 to 1024 in steps of 16, not of 1040",
+        ),
+        (
+            KernelTarget("cpu"),
+            {"head_dim": 24, "value_dim": 16},
+            r"latent rows of 16 to 1024 in steps of 16, not of 24",
+        ),
+        (KernelTarget("cpu"), {"head_dim": 48, "value_dim": 24}, r"values of latent rows in steps of 16, not of 24"),
         (KernelTarget("cpu"), {"page_size": 8}, r"pages of whole multiples of 16 tokens, not of 8"),
     ],
 )

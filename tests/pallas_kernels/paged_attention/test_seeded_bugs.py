@@ -33,6 +33,8 @@ FEW = Case("few", ((150, 5), (40, 1), (70, 3)), 0, max_queries=5)
 # The last queries are in another split than the first ones.
 STRADDLES = Case("straddles", ((258, 4),), 0, max_queries=4)
 LONG = Case("long", ((1200, 1),), 1, decode_only=True)
+LATENT = dataclasses.replace(BATCH, rows=((700, 1), *BATCH.rows), num_decodes=3, kv_heads=1, head_dim=48, value_dim=32)
+CHUNKS = dataclasses.replace(BATCH, chunks_only=True)
 FP8 = dataclasses.replace(BATCH, kv_dtype="float8_e4m3fn")
 
 
@@ -147,6 +149,22 @@ SEEDS = [
         "cpu.advance",
         "f.load(VECTOR, place) * keeps[i // len(columns)]",
         "f.load(VECTOR, place)",
+    ),
+    Seed("rows-left-out-are-written", "cpu", "cpu.backend", "start=shared.num_decodes if", "start=0 if", CHUNKS),
+    Seed(
+        "a-query-sees-the-next-token", "cpu", "cpu.latent", "(begin + r) // group", "(begin + r) // group + 1", LATENT
+    ),
+    Seed("a-panel-left-out", "cpu", "cpu.latent", "PANEL - 1)) >= at", "0)) >= at", LATENT),
+    Seed("a-chunk-of-latent-rows-left-out", "cpu", "cpu.latent", "facts), start=1)", "facts), start=2)", LATENT),
+    Seed("a-latent-row-too-many", "cpu", "cpu.latent", "// facts.group + 1", "// facts.group + 2", LATENT),
+    Seed("a-token-left-out", "cpu", "cpu.panels", "range(i * count // parts", "range(i * count // parts + i", LATENT),
+    Seed(
+        "old-sums-of-latent-rows-not-rescaled",
+        "cpu",
+        "cpu.panels",
+        "f.load(VECTOR, place) * kept[i // together]",
+        "f.load(VECTOR, place)",
+        LATENT,
     ),
 ]
 
