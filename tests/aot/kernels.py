@@ -50,23 +50,26 @@ def compile_attention(
     sinks: bool = False,
     decode_only: bool = False,
     max_queries: int | None = None,
+    chunks_only: bool = False,
     reuses: bool = False,
+    value_dim: int | None = None,
     compiler_options: dict[str, Any] | None = None,
 ) -> Any:
     """Return the compiled attention of one layer over a pool of `POOL_BYTES`, which is donated.
 
     With `reuses`, a second layer reads the keys and values of the first one, and a third one writes its own.
     """
-    problem = Problem(heads, kv_heads, head_dim, page_size, jnp.dtype(dtype), jnp.dtype(kv_dtype or dtype))
+    dtypes = jnp.dtype(dtype), jnp.dtype(kv_dtype or dtype)
+    problem = Problem(heads, kv_heads, head_dim, page_size, *dtypes, value_dim)
     backend = choose_backend(target_of(mesh.devices.flat[0]), problem, backend_name)
 
     def struct(*shape: int, dtype: Any = np.int32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
 
-    def attention(kv: PagedKV, sinks: jax.Array | None, *arrays: jax.Array) -> Any:
+    def attention(kv: PagedKV, sinks: jax.Array | None, *arrays: Any) -> Any:
         q, k, v, *where = arrays
         options = AttentionOptions(head_dim**-0.5, window, cap, sinks)
-        of_rows = Rows(*where, decode_only=decode_only, max_queries=max_queries)
+        of_rows = Rows(*where, decode_only=decode_only, max_queries=max_queries, chunks_only=chunks_only)
         attend = functools.partial(paged_attention, rows=of_rows, options=options, backend=backend)
         q, kv = attend(q, k, v, kv, 1)
         if reuses:
@@ -74,7 +77,8 @@ def compile_attention(
             q, kv = attend(q, q[:, :kv_heads], q[:, :kv_heads], kv, 0)
         return q, kv
 
-    sizes = {"num_layers": LAYERS, "page_size": page_size, "num_kv_heads": kv_heads, "head_dim": head_dim}
+    heads_of = {"num_kv_heads": kv_heads, "head_dim": head_dim, "value_dim": value_dim}
+    sizes = {"num_layers": LAYERS, "page_size": page_size, **heads_of}
     form = {"dtype": problem.kv_dtype, "platform": kv_platform(backend)}
     page = kv_layout(**sizes, **form, num_pages=1).nbytes
     layout = kv_layout(**sizes, **form, num_pages=POOL_BYTES // page)
@@ -88,7 +92,7 @@ def compile_attention(
             struct(heads, dtype=np.float32) if sinks else None,
             struct(tokens, heads, head_dim, dtype=problem.dtype),
             new,
-            new,
+            new if value_dim is None else None,
             struct(rows, max_pages or 8192 // page_size),
             struct(rows + 1),
             struct(rows),

@@ -28,10 +28,10 @@ from pallas_kernels.paged_attention.arguments import DecodeRows
 from pallas_kernels.paged_attention.triton.tiles import (
     LOG2E,
     MASKED,
+    HeadSpan,
     PoolRefs,
     Ref,
     SoftmaxState,
-    Span,
     TritonAttention,
     advance,
     empty_softmax,
@@ -187,7 +187,7 @@ def _decode(
         value_scale = kv_scale(pool, 1, kv_head)
         used = pl.cdiv(end - first, each)
 
-        def finish(state: SoftmaxState, factor: Array | float, spans: tuple[Span, ...]) -> None:
+        def finish(state: SoftmaxState, factor: Array | float, spans: tuple[HeadSpan, ...]) -> None:
             total = state.total
             if rows.sinks is not None:
                 sink = plgpu.load(rows.sinks.at[head], mask=live, other=0.0) * LOG2E
@@ -261,7 +261,7 @@ def _queries(
     )
 
 
-def _combined(partial: _SplitOutputs, queries: _Queries, used: Array, span: Span) -> SoftmaxState:
+def _combined(partial: _SplitOutputs, queries: _Queries, used: Array, span: HeadSpan) -> SoftmaxState:
     """Return the softmax over all splits of a row, each of which counts as one token, with a span of its output."""
     token, head, live = queries.token, queries.head, queries.live
 

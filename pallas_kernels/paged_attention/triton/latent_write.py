@@ -42,7 +42,7 @@ class LatentPreparation:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Facts:
+class _LatentFacts:
     """The static facts of a call. Rows begin at `row_start` of the product, what queries rotate at `query_start`."""
 
     heads: int
@@ -84,7 +84,7 @@ def write_latent(
     tokens, heads, query_dim = q.shape
     page_size, head_dim = kv.keys.shape[2:]
     rest = head_dim - kv.value_dim
-    facts = _Facts(
+    facts = _LatentFacts(
         heads=heads,
         value_dim=kv.value_dim,
         half=rest // 2,
@@ -113,7 +113,7 @@ def write_latent(
     return rotated, kv.with_pools([keys.reshape(kv.keys.shape)]), zeros
 
 
-def _write_latent(_: Ref, new: _NewRows, rotated: Ref, keys: Ref, zeros: Ref, *, facts: _Facts) -> None:
+def _write_latent(_: Ref, new: _NewRows, rotated: Ref, keys: Ref, zeros: Ref, *, facts: _LatentFacts) -> None:
     part, layer, dtype = pl.program_id(0), new.layer[0], new.down.dtype
     first = pl.program_id(1) * _TOKENS
     lane = lax.broadcasted_iota(jnp.int32, (1, pl.next_power_of_2(facts.half)), 1)

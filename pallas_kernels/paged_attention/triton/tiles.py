@@ -31,7 +31,7 @@ _LEAST_LANES = 16
 Ref = Any
 
 
-class Span(NamedTuple):
+class HeadSpan(NamedTuple):
     """Consecutive numbers of a head, which a kernel takes as one tile."""
 
     start: int
@@ -64,12 +64,12 @@ class TritonAttention:
     value_dim: int | None = None
 
     @property
-    def head(self) -> Span:
+    def head(self) -> HeadSpan:
         """The numbers of a head."""
-        return Span(0, self.head_dim)
+        return HeadSpan(0, self.head_dim)
 
     @property
-    def values(self) -> tuple[Span, ...]:
+    def values(self) -> tuple[HeadSpan, ...]:
         """The numbers of a value, and so of an output, in the tiles that are summed; the key of a latent row has them.
 
         One wide tile of latent rows would take more registers wherever it is stored.
@@ -77,14 +77,14 @@ class TritonAttention:
         if self.value_dim is None:
             return (self.head,)
         starts = range(0, self.value_dim, VALUE_LANES)
-        return tuple(Span(start, min(VALUE_LANES, self.value_dim - start)) for start in starts)
+        return tuple(HeadSpan(start, min(VALUE_LANES, self.value_dim - start)) for start in starts)
 
     @property
-    def keys(self) -> tuple[Span, ...]:
+    def keys(self) -> tuple[HeadSpan, ...]:
         """The numbers of a query or key, in the tiles that are multiplied."""
         if self.value_dim is None:
             return (self.head,)
-        return *self.values, Span(self.value_dim, self.head_dim - self.value_dim)
+        return *self.values, HeadSpan(self.value_dim, self.head_dim - self.value_dim)
 
     @property
     def output_dim(self) -> int:
@@ -113,7 +113,7 @@ class SoftmaxState(NamedTuple):
     total: Float[Array, " queries"]
 
 
-def empty_softmax(queries: int, spans: tuple[Span, ...]) -> SoftmaxState:
+def empty_softmax(queries: int, spans: tuple[HeadSpan, ...]) -> SoftmaxState:
     """Return a softmax over no tokens, with some spans of its output."""
     return SoftmaxState(
         tuple(jnp.zeros((queries, span.lanes), jnp.float32) for span in spans),
@@ -122,14 +122,14 @@ def empty_softmax(queries: int, spans: tuple[Span, ...]) -> SoftmaxState:
     )
 
 
-def _lanes(span: Span) -> tuple[Int[Array, "1 lanes"], Bool[Array, "1 lanes"]]:
+def _lanes(span: HeadSpan) -> tuple[Int[Array, "1 lanes"], Bool[Array, "1 lanes"]]:
     """Return the index in a head of each lane of a tile, and whether the span has it."""
     lane = lax.broadcasted_iota(jnp.int32, (1, span.lanes), 1)
     return lane + span.start if span.start else lane, lane < span.size
 
 
 def load_rows(
-    ref: Ref, at: tuple[Any, ...], live: Bool[Array, " rows"] | None, span: Span
+    ref: Ref, at: tuple[Any, ...], live: Bool[Array, " rows"] | None, span: HeadSpan
 ) -> Float[Array, "rows lanes"]:
     """Load a span of heads at the indices `at`, one of which is a vector; zeros for rows that aren't live."""
     lane, has_lane = _lanes(span)
@@ -152,7 +152,7 @@ def load_queries(
 
 
 def store_rows(
-    ref: Ref, at: tuple[Any, ...], rows: Float[Array, "rows lanes"], live: Bool[Array, " rows"], span: Span
+    ref: Ref, at: tuple[Any, ...], rows: Float[Array, "rows lanes"], live: Bool[Array, " rows"], span: HeadSpan
 ) -> None:
     """Store a span of the rows that are live."""
     lane, has_lane = _lanes(span)
