@@ -863,6 +863,8 @@ def test_pages_that_went_to_the_host_give_the_same_tokens_and_log_probabilities(
             ("groups-write-back", "calculated"),
             ("groups-write-back", "checkpoint"),
             ("tiny-pool", "calculated"),
+            ("latent", "calculated"),
+            ("latent-expanded", "calculated"),
         ],
         lambda case: case[0] == "groups-write-back",
     ),

@@ -61,16 +61,14 @@ class LatentAttentionParams:
     output: Float[Array, "dim heads v_head_dim"] | HeldWeight
 
 
-def expands(backend: Backend, tokens: int, params: LatentAttentionParams) -> bool:
-    """Return whether a program with prompts of `tokens` tokens computes those from their first token on expanded.
+def expands(backend: Backend, tokens: int, kv_lora_rank: int, expanded: int) -> bool:
+    """Return whether a program with prompts of `tokens` tokens computes those that begin in it in the expanded form.
 
-    It does if a prompt of this length takes fewer products then: for DeepSeek-V3, one of more than 341 tokens. A CPU
-    never does, so that a token has the same bits whether its prompt is computed whole or in chunks.
+    It does if a prompt of this length takes fewer products then: for DeepSeek-V3, one of more than 341 tokens. A row
+    has `expanded` numbers of a key and a value in each head, besides the rotated ones. A CPU never expands rows, so
+    that a token has the same bits whether its prompt is computed whole or in chunks.
     """
-    _, rank, plain = params.key_up.shape
-    both = plain + params.value_up.shape[1]
-    on_cpu = backend.name == "cpu" or isinstance(params.key_up, HeldWeight)
-    return not on_cpu and tokens * (2 * rank - both) > 2 * rank * both
+    return backend.name != "cpu" and tokens * (2 * kv_lora_rank - expanded) > 2 * kv_lora_rank * expanded
 
 
 @jax.named_scope("attention")
@@ -97,7 +95,9 @@ def latent_attention(
     query = jnp.concatenate([query[..., :plain], turned[:, :heads]], axis=2)
     row = jnp.concatenate([latent[:, None], turned[:, heads:]], axis=2)
     pool = kv[layer.group]
-    if batch.starts_last and expands(settings.backend, tokens, params):
+    # Weights that a CPU packs can't be transposed
+    can_expand = batch.starts_last and not isinstance(params.key_up, HeldWeight)
+    if can_expand and expands(settings.backend, tokens, rank, plain + params.value_up.shape[1]):
         rows = batch.rows(layer.group)
         pool = write_tokens(row, None, pool, layer.index, rows, settings.backend)
         continued = dataclasses.replace(batch, num_seqs=batch.num_continued)

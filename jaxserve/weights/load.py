@@ -131,7 +131,8 @@ def _file_shape(parts: Sequence[TensorPart], spec: ParamSpec, *, quantized: bool
     """Return the shape that a tensor of these parts has in a file.
 
     All outputs are one dimension there, as are all inputs. A tensor of all experts has the experts as its first
-    dimension. Without inputs it is a vector, unless it is a table.
+    dimension; one with the weights of all heads has them one after the other. Without inputs it is a vector, unless it
+    is a table.
     """
     shapes = [_joined(part, spec, quantized=quantized) for part in parts]
     return [sum(shape[0] for shape in shapes), *shapes[0][1:]]
@@ -140,6 +141,8 @@ def _file_shape(parts: Sequence[TensorPart], spec: ParamSpec, *, quantized: bool
 def _joined(part: TensorPart, spec: ParamSpec, *, quantized: bool) -> list[int]:
     view = part.quantized_view if quantized else part.view
     shape = viewed_shape(part, quantized=quantized)
+    if spec.by_head:
+        return [math.prod(shape[:-1]), shape[-1]]
     axes = tuple(range(len(shape))) if view is None else view.axes
     inputs = axes[len(axes) - (1 if spec.axes[0] == "vocab" else spec.inputs) :]
     has_experts = shape[0] == spec.num_experts

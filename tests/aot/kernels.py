@@ -51,22 +51,26 @@ def compile_attention(
     decode_only: bool = False,
     max_queries: int | None = None,
     reuses: bool = False,
+    value_dim: int | None = None,
+    chunks_only: bool = False,
     compiler_options: dict[str, Any] | None = None,
 ) -> Any:
     """Return the compiled attention of one layer over a pool of `POOL_BYTES`, which is donated.
 
-    With `reuses`, a second layer reads the keys and values of the first one, and a third one writes its own.
+    With `reuses`, a second layer reads the keys and values of the first one, and a third one writes its own. With
+    `value_dim`, the pool has latent rows.
     """
-    problem = Problem(heads, kv_heads, head_dim, page_size, jnp.dtype(dtype), jnp.dtype(kv_dtype or dtype))
+    problem = Problem(heads, kv_heads, head_dim, page_size, jnp.dtype(dtype), jnp.dtype(kv_dtype or dtype), value_dim)
     backend = choose_backend(target_of(mesh.devices.flat[0]), problem, backend_name)
 
     def struct(*shape: int, dtype: Any = np.int32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
 
-    def attention(kv: PagedKV, sinks: jax.Array | None, *arrays: jax.Array) -> Any:
+    def attention(kv: PagedKV, sinks: jax.Array | None, *arrays: Any) -> Any:
         q, k, v, *where = arrays
         options = AttentionOptions(head_dim**-0.5, window, cap, sinks)
-        of_rows = Rows(*where, decode_only=decode_only, max_queries=max_queries)
+        promises = {"decode_only": decode_only, "max_queries": max_queries, "chunks_only": chunks_only}
+        of_rows = Rows(*where, **promises)
         attend = functools.partial(paged_attention, rows=of_rows, options=options, backend=backend)
         q, kv = attend(q, k, v, kv, 1)
         if reuses:
@@ -75,7 +79,7 @@ def compile_attention(
         return q, kv
 
     sizes = {"num_layers": LAYERS, "page_size": page_size, "num_kv_heads": kv_heads, "head_dim": head_dim}
-    form = {"dtype": problem.kv_dtype, "platform": kv_platform(backend)}
+    form = {"dtype": problem.kv_dtype, "platform": kv_platform(backend), "value_dim": value_dim}
     page = kv_layout(**sizes, **form, num_pages=1).nbytes
     layout = kv_layout(**sizes, **form, num_pages=POOL_BYTES // page)
     pools = (struct(*shape, dtype=layout.dtype) for shape in (layout.shape, layout.values_shape))
@@ -88,7 +92,7 @@ def compile_attention(
             struct(heads, dtype=np.float32) if sinks else None,
             struct(tokens, heads, head_dim, dtype=problem.dtype),
             new,
-            new,
+            new if value_dim is None else None,
             struct(rows, max_pages or 8192 // page_size),
             struct(rows + 1),
             struct(rows),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -147,8 +145,6 @@ def test_prompts_are_expanded_from_the_rows_that_the_pool_has() -> None:
 
 
 def test_prompts_are_expanded_where_that_takes_fewer_products() -> None:
-    deepseek = dataclasses.replace(
-        _params(), key_up=jax.ShapeDtypeStruct((128, 512, 128), jnp.bfloat16), value_up=jnp.zeros((128, 128, 1))
-    )
-    assert [expands(Backend("triton"), tokens, deepseek) for tokens in (341, 342)] == [False, True]
-    assert not expands(Backend("cpu"), 4096, deepseek)
+    deepseek = 512, 128 + 128
+    assert [expands(Backend("triton"), tokens, *deepseek) for tokens in (341, 342)] == [False, True]
+    assert not expands(Backend("cpu"), 4096, *deepseek)

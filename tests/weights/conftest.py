@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -62,16 +63,23 @@ def tensor_parts(abstract: Any) -> dict[str, TensorPart]:
 
 
 def random_checkpoint(abstract: Any, seed: int = 0) -> dict[str, np.ndarray[Any, Any]]:
-    """Return a random float32 tensor for each part of a tree's parameters, in Hugging Face's shape."""
+    """Return a random float32 tensor for each part of a tree's parameters, in Hugging Face's shape.
+
+    A tensor with the weights of several heads, as `kv_b_proj` has, gets the rows of all of its parts.
+    """
     rng = np.random.default_rng(seed)
+    parts = [part for _, spec in flatten(abstract)[0] for part in spec.parts]
+    sizes = Counter[str]()
+    for part in parts:
+        sizes[part.name] += math.prod(part.shape)
     tensors = {}
     for name, part in tensor_parts(abstract).items():
         last = name.rsplit(".", 2)[-2:]
-        shape = part.shape
+        shape = part.shape if part.view is None else part.view.shape
         if last == ["o_proj", "weight"]:
             shape = (shape[0], math.prod(shape[1:]))
         elif name.endswith(".weight") and len(shape) > 1:
-            shape = (math.prod(shape[:-1]), shape[-1])
+            shape = (sizes[name] // shape[-1], shape[-1])
         else:
             shape = (math.prod(shape),)
         tensors[name] = rng.standard_normal(shape, dtype=np.float32)

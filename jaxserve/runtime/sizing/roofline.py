@@ -14,6 +14,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxserve.layers.latent_attention import expands
+from jaxserve.models.config import LatentSizes
 from jaxserve.params import ParamSpec
 from jaxserve.runtime.devices.mesh import device_bytes
 from jaxserve.runtime.devices.target import DeviceTarget
@@ -23,11 +25,16 @@ from pallas_kernels.quantized_matmul import HeldWeight, QuantizedWeight
 
 @dataclasses.dataclass(frozen=True)
 class AttentionCost:
-    """The cost of the attention of layers with the same window: bytes to read and flops, per token attended to."""
+    """The cost of the attention of layers with the same window: bytes to read and flops, per token attended to.
+
+    The first `start` tokens of a prompt are computed in another form, with `start_flops`.
+    """
 
     window: int | None
     nbytes: float
     flops: float
+    start: int = 0
+    start_flops: float = 0.0
 
     def attended(self, context: int) -> int:
         """Return the number of tokens that the last token of a sequence attends to."""
@@ -37,6 +44,11 @@ class AttentionCost:
         """Return the sum of the numbers of tokens that each token of a prompt attends to."""
         seen = self.attended(length)
         return seen * (length - seen / 2)
+
+    def prompt_flops(self, length: int) -> float:
+        """Return the flops of a prompt of `length` tokens."""
+        first = self.prompt_attended(min(length, self.start))
+        return self.flops * (self.prompt_attended(length) - first) + self.start_flops * first
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +91,7 @@ class Roofline:
 
     def prompt_flops(self, length: int) -> float:
         """Return the flops of the attention of a prompt of `length` tokens."""
-        return sum(one.flops * one.prompt_attended(length) for one in self.attention)
+        return sum(one.prompt_flops(length) for one in self.attention)
 
     def decode_seconds(self, batch: int, context: int) -> float:
         """Return the shortest time of a step that decodes `batch` requests of `context` tokens each."""
@@ -120,20 +132,30 @@ def roofline(deployment: Deployment, target: DeviceTarget) -> Roofline:
 def _attention(deployment: Deployment) -> tuple[AttentionCost, ...]:
     """Return the cost of the layers by window. Layers that share keys and values each read them."""
     model, tensor = deployment.model, deployment.tensor
-    config, groups = model.config, zip(deployment.kv_specs, deployment.sizes.footprint.kv_per_token, strict=True)
+    config, kv_per_token = model.config, deployment.sizes.footprint.kv_per_token
+    if config.latent is not None:
+        return (_latent_attention(config.latent, deployment),)
+    groups = zip(deployment.kv_specs, kv_per_token, strict=True)
     layer_bytes = {
         (spec.num_kv_heads, spec.head_dim): size / spec.num_layers for spec, size in groups if spec.num_layers
     }
     layers = Counter((config.windows[i], model.kv_shape(i)) for i in range(config.num_layers))
-
-    def flops(head_dim: int) -> float:
-        value_dim = head_dim if config.latent is None else config.latent.kv_lora_rank
-        return 2 * config.num_heads * (head_dim + value_dim) / tensor
-
     return tuple(
-        AttentionCost(window, count * layer_bytes[shape], count * flops(shape[1]))
+        AttentionCost(window, count * layer_bytes[shape], count * 4 * config.num_heads * shape[1] / tensor)
         for (window, shape), count in layers.items()
     )
+
+
+def _latent_attention(latent: LatentSizes, deployment: Deployment) -> AttentionCost:
+    """Return the cost of latent attention: in the absorbed form, but for the first chunk of a prompt."""
+    config, [nbytes] = deployment.model.config, deployment.sizes.footprint.kv_per_token
+    chunk, expanded = deployment.sizes.chunked_prefill_size, latent.qk_nope_head_dim + latent.v_head_dim
+    start = chunk if expands(deployment.backend, chunk, latent.kv_lora_rank, expanded) else 0
+    flops, start_flops = (
+        2 * config.num_layers * config.num_heads / deployment.tensor * products
+        for products in (latent.row + latent.kv_lora_rank, latent.query + latent.v_head_dim)
+    )
+    return AttentionCost(None, nbytes, flops, start, start_flops)
 
 
 def _elements(specs: Any, axes: dict[str, int], dtype: np.dtype, target: DeviceTarget) -> float:

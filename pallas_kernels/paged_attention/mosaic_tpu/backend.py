@@ -2,10 +2,13 @@
 
 This module decides what the kernel supports and with which block sizes it runs, and prepares its operands; the kernel
 itself is in `kernel.py`. Heads of any size are padded to whole rows of 128 lanes, as in the pool (`layout.py`).
+
+All query heads of a shard share a latent row, so its tiles have fewer queries of more heads, as many rows in all.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -27,6 +30,7 @@ from pallas_kernels.paged_attention.mosaic_tpu.memory import (
     LoopSizes,
     TpuAttention,
     new_dtype,
+    own_positions,
     scratch_types,
 )
 from pallas_kernels.paged_attention.problem import Problem, is_float8
@@ -35,11 +39,21 @@ from pallas_kernels.paged_attention.write import as_pool_dtype
 from pallas_kernels.target import KernelTarget
 
 MAX_GROUP = 16
+# The query heads and the numbers of a latent row: those of DeepSeek-V3, whose rows of 576 are padded.
+MAX_LATENT_GROUP = 128
+MAX_LATENT_DIM = 640
 DTYPES = ("float32", "bfloat16")
 
 _DECODE_KEYS = 512
 _PREFILL_KEYS = 512
 _PREFILL_QUERIES = 128
+# A latent row is small, so more of them are in flight. They take little of the vector memory, of which queries and sums
+# take most: a block isn't made smaller than this.
+_LATENT_DECODE_KEYS = 1024
+_LATENT_LEAST_KEYS = 256
+# Rows of a tile, which are queries times heads, and of a part of it.
+_TILE_ROWS = MAX_GROUP * _PREFILL_QUERIES
+_PART_ROWS = 512
 # Bytes of a block's pages: with these in flight, HBM's latency is hidden.
 _BLOCK_BYTES = 2 * 2**20
 _SCORES_BYTES = 2**18
@@ -50,27 +64,49 @@ _TABLE_PAGES = 2**15
 
 
 def refusal(problem: Problem, target: KernelTarget) -> str | None:
-    """Return what isn't supported (dtype, head size, ratio of heads or page size), or None."""
-    if problem.value_dim is not None:
-        return "mosaic_tpu has no kernel for latent rows"
+    """Return what isn't supported (dtype, head size, ratio of heads, page size or memory of a tile), or None."""
     if problem.dtype.name not in DTYPES:
         return f"mosaic_tpu computes in {' and '.join(DTYPES)}, not in {problem.dtype.name}"
     if problem.kv_dtype.name not in DTYPES and not is_float8(problem.kv_dtype):
         return f"mosaic_tpu reads KV caches of {', '.join(DTYPES)} and fp8, not of {problem.kv_dtype.name}"
-    if problem.head_dim > 512:
+    if problem.value_dim is not None:
+        if why := _refused_latent_rows(problem):
+            return why
+    elif problem.head_dim > 512:
         return f"mosaic_tpu takes heads of up to 512, not of {problem.head_dim}"
-    if problem.heads % problem.kv_heads or problem.heads // problem.kv_heads > MAX_GROUP:
+    elif problem.heads % problem.kv_heads or problem.heads // problem.kv_heads > MAX_GROUP:
         return f"mosaic_tpu takes up to {MAX_GROUP} query heads a KV head, not {problem.heads} for {problem.kv_heads}"
     if problem.page_size % 16 or problem.page_size & (problem.page_size - 1):
         return f"mosaic_tpu takes pages of 16 tokens or a larger power of two, not of {problem.page_size}"
-    lanes = problem.head_dim + -problem.head_dim % LANES
-    page_bytes = 2 * problem.kv_heads * problem.page_size * lanes * problem.kv_dtype.itemsize
+    arrays = 2 if problem.value_dim is None else 1
+    page_bytes = (
+        arrays * problem.kv_heads * problem.page_size * _whole_lanes(problem.head_dim) * problem.kv_dtype.itemsize
+    )
     # A loop holds two blocks of at least a page besides its own tokens.
     if page_bytes > (limit := _vmem_capacity(target) // 4):
         return (
             f"mosaic_tpu takes pages of up to {limit // 2**20} MiB, and {problem.page_size} tokens of "
             f"{problem.kv_heads} KV heads take {page_bytes // 2**20}: choose smaller pages"
         )
+    joined = problem.value_dim is None and 2 * problem.head_dim <= LANES
+    attention = _attention(problem, AttentionOptions(1.0), joined=joined, writes=True)
+    least = vmem_bytes(attention, block_sizes(attention, problem, target, queries=attention.unit))
+    if least > (limit := _vmem_limit(target)):
+        return (
+            f"mosaic_tpu's smallest tile of {problem.heads} query heads and pages of {problem.page_size} tokens takes "
+            f"{least / 2**20:.0f} MiB of vector memory, more than {limit // 2**20}: choose smaller pages, or split the "
+            "heads among more devices"
+        )
+    return None
+
+
+def _refused_latent_rows(problem: Problem) -> str | None:
+    if problem.kv_heads != 1:
+        return f"mosaic_tpu takes latent rows that all heads of a shard share, not {problem.kv_heads} a token"
+    if problem.head_dim > MAX_LATENT_DIM:
+        return f"mosaic_tpu takes latent rows of up to {MAX_LATENT_DIM}, not of {problem.head_dim}"
+    if problem.heads > MAX_LATENT_GROUP:
+        return f"mosaic_tpu takes up to {MAX_LATENT_GROUP} query heads a latent row, not {problem.heads}"
     return None
 
 
@@ -83,39 +119,30 @@ def paged_attention(
     rows: Rows,
     options: AttentionOptions,
     backend: Backend,
-) -> tuple[Float[Array, "tokens heads head_dim"], PagedKV]:
-    """Compute `api.paged_attention`. Raises ValueError for a pool or page table that a TPU's memory can't hold."""
+) -> tuple[Float[Array, "tokens heads value_dim"], PagedKV]:
+    """Compute `api.paged_attention`.
+
+    Raises ValueError for a pool or page table that a TPU's memory can't hold, and for a window over latent rows.
+    """
     tokens, heads, head_dim = q.shape
     kv_heads, lanes = kv.num_kv_heads, kv.keys.shape[3]
     group = heads // kv_heads
     _check_memory(kv, rows.page_table.shape[1])
-    problem = Problem(heads, kv_heads, head_dim, kv.page_size, q.dtype, kv.keys.dtype)
-    unit = min(kv.page_size, 32 // kv.keys.dtype.itemsize)
-    attention = TpuAttention(
-        kv_heads=kv_heads,
-        group=group,
-        lanes=lanes,
-        page_size=kv.page_size,
-        unit=unit,
-        dtype=q.dtype,
-        kv_dtype=kv.keys.dtype,
-        joined=kv.joined,
-        scale=options.scale,
-        window=options.window,
-        soft_cap=options.soft_cap,
-        writes=k is not None,
-    )
-    decode = block_sizes(attention, problem, backend.target, queries=1)
-    prefill = (
-        None
-        if rows.decode_only
-        else block_sizes(attention, problem, backend.target, queries=_tile_queries(tokens, rows.max_queries, attention))
-    )
+    if kv.value_dim is not None and options.window is not None:
+        raise ValueError(f"mosaic_tpu has no window over latent rows, as of {options.window}")
+    problem = Problem(heads, kv_heads, head_dim, kv.page_size, q.dtype, kv.keys.dtype, kv.value_dim)
+    attention = _attention(problem, options, joined=kv.joined, writes=k is not None)
+    sizes_of = functools.partial(block_sizes, attention, problem, backend.target)
+    decode = None if rows.chunks_only else sizes_of(queries=1)
+    prefill = None
+    if not rows.decode_only:
+        prefill = sizes_of(queries=_tile_queries(tokens, rows.max_queries, attention), max_queries=rows.max_queries)
 
     padding = 0 if prefill is None else prefill.queries
     written: tuple[Array, ...] = ()
-    if k is not None and v is not None:
-        written = as_pool_rows(as_pool_dtype(k, kv, layer, 0), as_pool_dtype(v, kv, layer, 1), kv)
+    if k is not None:
+        keys = as_pool_dtype(k, kv, layer, 0)
+        written = as_pool_rows(keys, None if v is None else as_pool_dtype(v, kv, layer, 1), kv)
     new = tuple(_padded(x, padding, lanes)[:, :, None].astype(new_dtype(attention.kv_dtype)) for x in written)
     queries = _padded(q, padding, lanes).reshape(-1, kv_heads, group, lanes)
     tiles, tile_rows, tile_numbers = _tiles(rows, tokens, attention, prefill)
@@ -129,23 +156,42 @@ def paged_attention(
         rows.kv_lens,
         tile_rows,
         tile_numbers,
-        None if kv.scales is None else jnp.broadcast_to(kv.scales[:, layer, :, None, None], (2, kv_heads, 1, lanes)),
+        _spread_scales(kv, layer),
         sinks,
         rows.page_table[:, None],
         queries,
         new,
     )
-    limit = _vmem_capacity(backend.target) * 3 // 4
+    limit = _vmem_limit(backend.target)
     out, *pools = _call(operands, kv.pools, attention, decode, prefill, vmem_limit=limit, interpret=backend.interpret)
     start = lanes // 2 if kv.joined else 0
-    return out[:tokens, :, :, start : start + head_dim].reshape(q.shape), kv.with_pools(pools)
+    out = out[:tokens, :, :, start : start + (kv.value_dim or head_dim)]
+    return out.reshape(tokens, heads, -1), kv.with_pools(pools)
+
+
+def _attention(problem: Problem, options: AttentionOptions, *, joined: bool, writes: bool) -> TpuAttention:
+    return TpuAttention(
+        kv_heads=problem.kv_heads,
+        group=problem.heads // problem.kv_heads,
+        lanes=LANES if joined else _whole_lanes(problem.head_dim),
+        page_size=problem.page_size,
+        unit=min(problem.page_size, 32 // problem.kv_dtype.itemsize),
+        dtype=problem.dtype,
+        kv_dtype=problem.kv_dtype,
+        joined=joined,
+        scale=options.scale,
+        window=options.window,
+        soft_cap=options.soft_cap,
+        writes=writes,
+        value_lanes=None if problem.value_dim is None else _whole_lanes(problem.value_dim),
+    )
 
 
 def _call(
     operands: KernelOperands,
     pools: tuple[Array, ...],
     attention: TpuAttention,
-    decode: LoopSizes,
+    decode: LoopSizes | None,
     prefill: LoopSizes | None,
     *,
     vmem_limit: int,
@@ -165,7 +211,10 @@ def _call(
 
     return pl.pallas_call(
         kernel,
-        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (operands.q, *pools)],
+        out_shape=[
+            jax.ShapeDtypeStruct((*operands.q.shape[:3], attention.out_lanes), operands.q.dtype),
+            *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in pools),
+        ],
         in_specs=[*specs, *[hbm] * count],
         out_specs=[hbm] * (1 + count),
         input_output_aliases={first + i: 1 + i for i in range(count)},
@@ -175,25 +224,36 @@ def _call(
     )(*inputs, *pools)
 
 
-def block_sizes(attention: TpuAttention, problem: Problem, target: KernelTarget, *, queries: int) -> LoopSizes:
+def block_sizes(
+    attention: TpuAttention, problem: Problem, target: KernelTarget, *, queries: int, max_queries: int | None = None
+) -> LoopSizes:
     """Return tuned block sizes or those of the rule, reduced until they fit vector memory.
 
-    Tuned tables have `block_kv` tokens a block and `block_q` queries a tile.
+    Tuned tables have `block_kv` tokens a block and `block_q` queries a tile. A tile of latent rows has all
+    `max_queries` of its row if these are few.
     """
+    latent = attention.value_lanes is not None
     tuned = tuned_blocks(target, "mosaic_tpu", "decode" if queries == 1 else "prefill", problem) or {}
-    arrays = 1 if attention.joined else 2
-    token_bytes = arrays * attention.kv_heads * attention.lanes * attention.kv_dtype.itemsize
-    keys = min(_DECODE_KEYS if queries == 1 else _PREFILL_KEYS, _BLOCK_BYTES // token_bytes)
+    token_bytes = attention.arrays * attention.kv_heads * attention.lanes * attention.kv_dtype.itemsize
+    decode_keys = _LATENT_DECODE_KEYS if latent else _DECODE_KEYS
+    keys = min(decode_keys if queries == 1 else _PREFILL_KEYS, _BLOCK_BYTES // token_bytes)
     pages = max(1, tuned.get("block_kv", keys) // attention.page_size)
-    if queries > 1:
-        queries = _whole_units(min(queries, tuned.get("block_q", queries)), attention)
+    least_pages = max(1, _LATENT_LEAST_KEYS // attention.page_size) if latent else 1
+    whole_rows = latent and queries > 1 and max_queries is not None and max_queries <= attention.unit
+    if whole_rows and max_queries is not None:
+        # Rows of memory are in tiles of 8.
+        queries = max(2, max_queries) + -max(2, max_queries) % (8 // math.gcd(8, attention.group))
+    elif queries > 1:
+        most = _TILE_ROWS // attention.group if latent else queries
+        queries = _whole_units(min(queries, tuned.get("block_q", most)), attention)
     budget = _vmem_capacity(target) // 3
     while True:
-        sizes = LoopSizes(queries, pages, _heads_at_once(attention, queries, pages))
-        can_halve_queries = queries > attention.unit
-        if vmem_bytes(attention, sizes) <= budget or (pages == 1 and not can_halve_queries):
+        parts = _parts(attention, queries)
+        sizes = LoopSizes(queries, pages, _heads_at_once(attention, queries, pages), parts, whole_rows)
+        can_halve_queries = queries > attention.unit and not whole_rows
+        if vmem_bytes(attention, sizes) <= budget or (pages <= least_pages and not can_halve_queries):
             return sizes
-        if can_halve_queries and (pages == 1 or queries * attention.group > pages * attention.page_size):
+        if can_halve_queries and (pages <= least_pages or queries * attention.group > pages * attention.page_size):
             queries = _whole_units(queries // 2, attention)
         else:
             pages //= 2
@@ -204,7 +264,8 @@ def candidates(kind: str, problem: Problem, target: KernelTarget) -> list[dict[s
     keys = [{"block_kv": size} for size in (128, 256, 512, 1024) if size >= problem.page_size]
     if kind == "decode":
         return keys
-    return [{"block_q": queries, **one} for queries in (32, 64, 128, 256) for one in keys]
+    tiles = (32, 64, 128, 256) if problem.value_dim is None else (16, 32, 64, 128)
+    return [{"block_q": queries, **one} for queries in tiles for one in keys]
 
 
 def vmem_bytes(attention: TpuAttention, sizes: LoopSizes) -> int:
@@ -214,12 +275,17 @@ def vmem_bytes(attention: TpuAttention, sizes: LoopSizes) -> int:
         for t in jax.tree.leaves(tuple(scratch_types(attention, sizes, 1)))
         if getattr(t, "memory_space", None) == pltpu.VMEM
     ]
-    scores = sizes.heads * sizes.queries * attention.group * sizes.pages * attention.page_size
+    scores = sizes.heads * sizes.queries // sizes.parts * attention.group * sizes.pages * attention.page_size
     return sum(_padded_bytes(t.shape, t.dtype) for t in types) + 6 * scores
 
 
 def _vmem_capacity(target: KernelTarget) -> int:
     return _VMEM_BYTES.get(target.kind, _DEFAULT_VMEM_BYTES)
+
+
+def _vmem_limit(target: KernelTarget) -> int:
+    """Return how much of the vector memory a kernel may take."""
+    return _vmem_capacity(target) * 3 // 4
 
 
 def _padded_bytes(shape: tuple[int, ...], dtype: np.dtype) -> int:
@@ -235,6 +301,15 @@ def _heads_at_once(attention: TpuAttention, queries: int, pages: int) -> int:
         return 1
     most = max(1, _SCORES_BYTES // (4 * 8 * pages * attention.page_size))
     return max(n for n in range(1, attention.kv_heads + 1) if attention.kv_heads % n == 0 and n <= most)
+
+
+def _parts(attention: TpuAttention, queries: int) -> int:
+    """Return in how many parts a tile's queries are multiplied: parts of whole tiles of memory, of 8 rows."""
+    if attention.value_lanes is None or queries == 1:
+        return 1
+    group = attention.group
+    sizes = [n for n in range(queries, 0, -1) if queries % n == 0 and n * group % 8 == 0]
+    return queries // next((n for n in sizes if n * group <= _PART_ROWS), sizes[-1])
 
 
 def _whole_units(queries: int, attention: TpuAttention) -> int:
@@ -264,10 +339,11 @@ def _tiles(
     new = rows.query_starts[1:] - rows.query_starts[:-1]
     start = rows.kv_lens - new
     live = (row >= rows.num_decodes) & (row < rows.num_seqs) & (new > 0)
-    tiles = jnp.where(live, (start % attention.unit + new + prefill.queries - 1) // prefill.queries, 0)
+    size = own_positions(attention, prefill)
+    tiles = jnp.where(live, (start % attention.unit + new + size - 1) // size, 0)
     ends = jnp.cumsum(tiles).astype(jnp.int32)
     # A row has one tile more than its tokens fill, and one more if it begins within a unit.
-    number = jnp.arange(tokens // prefill.queries + 2 * min(num_rows, tokens), dtype=jnp.int32)
+    number = jnp.arange(tokens // size + 2 * min(num_rows, tokens), dtype=jnp.int32)
     of = jnp.searchsorted(ends, number, side="right", method="compare_all").astype(jnp.int32)
     of = jnp.minimum(of, num_rows - 1)
     return ends[-1], of, number - (ends - tiles)[of]
@@ -275,6 +351,18 @@ def _tiles(
 
 def _padded(x: Float[Array, "tokens heads width"], tokens: int, lanes: int) -> Float[Array, "more heads lanes"]:
     return jnp.pad(x, ((0, tokens), (0, 0), (0, lanes - x.shape[2])))
+
+
+def _whole_lanes(width: int) -> int:
+    return width + -width % LANES
+
+
+def _spread_scales(kv: PagedKV, layer: int | Int[Array, ""]) -> Float[Array, "2 kv_heads 1 lanes"] | None:
+    """Return the factors of a layer's keys and values, if the pool has any. Latent rows have one for both."""
+    if kv.scales is None:
+        return None
+    scales = kv.scales if kv.value_dim is None else kv.scales[:1]
+    return jnp.broadcast_to(scales[:, layer, :, None, None], (2, kv.num_kv_heads, 1, kv.keys.shape[3]))
 
 
 def _check_memory(kv: PagedKV, pages: int) -> None:

@@ -3,13 +3,16 @@
 For each tile, the new tokens are merged with the pool's tokens at the tile's own positions, and the queries attend to
 all of these; then they attend to the row's earlier tokens, block after block. Everything is copied one step ahead
 (`memory.py`): page table, queries and own positions of the next tile, pages of the next block.
+
+Many query heads share a latent row, so a tile of prefill has many rows: they are multiplied part after part, so that
+the scores of a part are as small as those of other pools.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -37,10 +40,10 @@ def attention_kernel(
     operands: KernelOperands,
     results: KernelResults,
     attention: TpuAttention,
-    decode: LoopSizes,
+    decode: LoopSizes | None,
     prefill: LoopSizes | None,
 ) -> None:
-    """Run the kernel: decodes, then tiles of prefill chunks if the program has any."""
+    """Run the kernel: decodes, then tiles of prefill chunks; the program may have only one of them."""
     for which, sizes in enumerate((decode, prefill)):
         if sizes is None:
             continue
@@ -51,6 +54,17 @@ def attention_kernel(
             _TileLoop(attention, sizes, operands, scratch, copies).run(operands.counts[which])
 
         pl.run_scoped(run, *scratch_types(attention, sizes, operands.page_table.shape[2]))
+
+
+class _Part(NamedTuple):
+    """The rows of a tile that are multiplied at once: some `queries` of some KV `heads`.
+
+    `state` is their index in the softmax's state.
+    """
+
+    state: Any
+    heads: Any
+    queries: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,11 +105,11 @@ class _TileLoop:
             copies.inputs(copies.tile(i + 1), start)
 
         copies.inputs(tile, wait)
-        self._each_heads(lambda heads: self._begin(tile, heads))
+        self._each_part(lambda part: self._begin(tile, part))
         if self.attention.writes:
             self._each_heads(lambda heads: self._merge(tile, heads))
         copies.writes(tile, start)
-        self._each_heads(lambda heads: self._attend_own(tile, heads))
+        self._each_part(lambda part: self._attend_own(tile, part))
 
         def next_tile(slot: Array) -> None:
             if copies.chained:
@@ -112,18 +126,29 @@ class _TileLoop:
 
         lax.fori_loop(0, tile.num_blocks, block, None)
         pl.when(tile.num_blocks == 0)(lambda: next_tile(blocks_before % 2))
-        self._each_heads(lambda heads: self._finish(tile, heads))
+        self._each_part(lambda part: self._finish(tile, part))
 
         # Tiles are written whole: a row's last one also covers tokens of the next row, which then overwrites them.
         pl.when(i > 0)(lambda: copies.out(copies.tile(i - 1), wait))
         copies.out(tile, start)
         return blocks_before + tile.num_blocks
 
-    # Arithmetic, some heads at a time.
+    # Arithmetic, some heads or one part at a time.
 
     def _each_heads(self, do: Callable[[Any], None]) -> None:
         size = self.sizes.heads
         lax.fori_loop(0, self.attention.kv_heads // size, lambda i, carry: do(pl.ds(i * size, size)), None)
+
+    def _each_part(self, do: Callable[[_Part], None]) -> None:
+        parts, queries = self.sizes.parts, self.sizes.queries // self.sizes.parts
+        if parts == 1:
+            self._each_heads(lambda heads: do(_Part(heads, heads, pl.ds(0, queries))))
+            return
+
+        def one(i: Array, carry: None) -> None:
+            do(_Part(pl.ds(i, 1), pl.ds(0, 1), pl.ds(i * queries, queries)))
+
+        lax.fori_loop(0, parts, one, None)
 
     def _by_rows(self, x: Float[Array, "queries heads group lanes"]) -> Float[Array, "heads rows lanes"]:
         """Return the rows of each KV head: its queries times its group. With several queries, `x` has one head."""
@@ -131,22 +156,22 @@ class _TileLoop:
             return x[0]
         return x[:, 0].astype(jnp.float32).reshape(1, -1, x.shape[3])
 
-    def _begin(self, tile: Tile, heads: Any) -> None:
-        attention, s = self.attention, self.scratch
-        q = self._by_rows(s.q[tile.number % 2, :, heads]).astype(jnp.float32) * attention.scale
+    def _begin(self, tile: Tile, part: _Part) -> None:
+        attention, s, state = self.attention, self.scratch, part.state
+        q = self._by_rows(s.q[tile.number % 2, part.queries, part.heads]).astype(jnp.float32) * attention.scale
         if self.operands.scales is not None:
-            q = q * self.operands.scales[0, heads]
-        s.queries[heads] = q.astype(attention.dtype)
-        s.sums[heads] = jnp.zeros_like(s.sums[heads])
+            q = q * self.operands.scales[0, part.heads]
+        s.queries[state] = q.astype(attention.dtype)
+        s.sums[state] = jnp.zeros_like(s.sums[state])
         if self.operands.sinks is None:
-            s.peaks[heads] = jnp.full_like(s.peaks[heads], _MASKED)
-            s.totals[heads] = jnp.zeros_like(s.totals[heads])
+            s.peaks[state] = jnp.full_like(s.peaks[state], _MASKED)
+            s.totals[state] = jnp.zeros_like(s.totals[state])
             return
         # A sink counts as a key whose value is zero.
-        sinks = self.operands.sinks[heads]
-        spread = jnp.broadcast_to(sinks[None], (self.sizes.queries, *sinks.shape))
-        s.peaks[heads] = self._by_rows(spread)
-        s.totals[heads] = jnp.ones_like(s.totals[heads])
+        sinks = self.operands.sinks[part.heads]
+        spread = jnp.broadcast_to(sinks[None], (part.queries.size, *sinks.shape))
+        s.peaks[state] = self._by_rows(spread)
+        s.totals[state] = jnp.ones_like(s.totals[state])
 
     def _merge(self, tile: Tile, heads: Any) -> None:
         """Merge the new tokens with those that the pool held."""
@@ -162,9 +187,9 @@ class _TileLoop:
             merged = jnp.where(is_new[None], new, old.astype(jnp.float32).reshape(old.shape[0], at.shape[0], -1))
             own_ref[slot, heads] = merged.astype(old.dtype).reshape(old.shape)
 
-    def _attend_own(self, tile: Tile, heads: Any) -> None:
+    def _attend_own(self, tile: Tile, part: _Part) -> None:
         attention, slot, size = self.attention, tile.number % 2, own_positions(self.attention, self.sizes)
-        keys, values = (self._tokens(own[slot, heads]) for own in (self.scratch.own[0], self.scratch.own[-1]))
+        keys, values = self._keys_and_values(self.scratch.own, slot, part.heads)
         at = self._positions(tile.base, size, axis=0)
         held = at < tile.end
         if attention.window is not None:
@@ -172,8 +197,10 @@ class _TileLoop:
         values = jnp.where(held[None], values, 0.0).astype(attention.dtype)
         ahead = self._positions(tile.base, size, axis=1) - tile.position
         query = lax.broadcasted_iota(jnp.int32, (self.scratch.queries.shape[1], 1), 0)
+        if self.sizes.parts > 1:
+            query = query + part.queries.start * attention.group
         seen = ahead * attention.group <= query
-        self._attend(heads, keys.astype(attention.dtype), values, self._within_window(seen, ahead))
+        self._attend(part.state, keys.astype(attention.dtype), values, self._within_window(seen, ahead))
 
     def _attend_past(self, tile: Tile, block: Array, slot: Array) -> None:
         attention = self.attention
@@ -197,11 +224,11 @@ class _TileLoop:
         at = self._positions(begin, size, axis=1)
         seen = self._within_window(at < tile.base, at - tile.position)
 
-        def attend(heads: Any) -> None:
-            keys, values = (self._tokens(past[slot, heads]) for past in (self.scratch.past[0], past_values))
-            self._attend(heads, keys.astype(attention.dtype), values.astype(attention.dtype), seen)
+        def attend(part: _Part) -> None:
+            keys, values = self._keys_and_values(self.scratch.past, slot, part.heads)
+            self._attend(part.state, keys.astype(attention.dtype), values.astype(attention.dtype), seen)
 
-        self._each_heads(attend)
+        self._each_part(attend)
 
     def _within_window(self, seen: Bool[Array, "rows keys"], ahead: Array) -> Bool[Array, "rows keys"]:
         """Mask positions outside the window. `ahead` is the distance of keys from the tile's first query."""
@@ -212,21 +239,21 @@ class _TileLoop:
 
     def _attend(
         self,
-        heads: Any,
+        state: Any,
         keys: Float[Array, "heads keys lanes"],
-        values: Float[Array, "heads keys lanes"],
+        values: Float[Array, "heads keys out_lanes"],
         seen: Bool[Array, "rows keys"],
     ) -> None:
         """Add a block to the softmax; sums under the old peak are rescaled (Milakov, Gimelshein 2018)."""
         s, cap = self.scratch, self.attention.soft_cap
         precision = lax.Precision.HIGHEST if keys.dtype == jnp.float32 else lax.Precision.DEFAULT
         logits = jnp.einsum(
-            "hrl,hkl->hrk", s.queries[heads], keys, precision=precision, preferred_element_type=jnp.float32
+            "hrl,hkl->hrk", s.queries[state], keys, precision=precision, preferred_element_type=jnp.float32
         )
         if cap is not None:
             logits = cap * jnp.tanh(logits / cap)
         logits = jnp.where(seen[None], logits, _MASKED)
-        old_peak = s.peaks[heads][:, :, :1]
+        old_peak = s.peaks[state][:, :, :1]
         peak = jnp.maximum(old_peak, logits.max(axis=2, keepdims=True))
         keep, weights = jnp.exp(old_peak - peak), jnp.exp(logits - peak)
         added = jnp.einsum(
@@ -236,20 +263,29 @@ class _TileLoop:
             precision=precision,
             preferred_element_type=jnp.float32,
         )
-        s.sums[heads] = s.sums[heads] * keep + added
-        s.totals[heads] = s.totals[heads] * keep + weights.sum(axis=2, keepdims=True)
-        s.peaks[heads] = jnp.broadcast_to(peak, s.peaks[heads].shape)
+        s.sums[state] = s.sums[state] * keep + added
+        s.totals[state] = s.totals[state] * keep + weights.sum(axis=2, keepdims=True)
+        s.peaks[state] = jnp.broadcast_to(peak, s.peaks[state].shape)
 
-    def _finish(self, tile: Tile, heads: Any) -> None:
-        s, slot = self.scratch, tile.number % 2
-        out = s.sums[heads] / s.totals[heads][:, :, :1]
+    def _finish(self, tile: Tile, part: _Part) -> None:
+        s, slot, lanes = self.scratch, tile.number % 2, self.attention.out_lanes
+        out = s.sums[part.state] / s.totals[part.state][:, :, :1]
         if self.operands.scales is not None:
-            out = out * self.operands.scales[1, heads]
+            out = out * self.operands.scales[1, part.heads][:, :, :lanes]
         if self.sizes.queries == 1:
-            s.out[slot, 0, heads] = out.astype(s.out.dtype)
+            s.out[slot, 0, part.heads] = out.astype(s.out.dtype)
         else:
-            shape = (self.sizes.queries, 1, self.attention.group, self.attention.lanes)
-            s.out[slot, :, heads] = out.reshape(shape).astype(s.out.dtype)
+            shape = (part.queries.size, 1, self.attention.group, lanes)
+            s.out[slot, part.queries, part.heads] = out.reshape(shape).astype(s.out.dtype)
+
+    def _keys_and_values(
+        self, arrays: tuple[Any, ...], slot: Array, heads: Any
+    ) -> tuple[Float[Array, "heads tokens lanes"], Float[Array, "heads tokens out_lanes"]]:
+        """Return the tokens of a buffer of pages or units. Latent rows are loaded once for both."""
+        keys = self._tokens(arrays[0][slot, heads])
+        if self.attention.value_lanes is not None:
+            return keys, keys[:, :, : self.attention.value_lanes]
+        return keys, self._tokens(arrays[-1][slot, heads])
 
     @staticmethod
     def _positions(begin: Array, size: int, *, axis: int) -> Array:

@@ -1,7 +1,8 @@
 """The memory of the TPU kernel: its operands, its scratch memory, its tiles, and every DMA copy.
 
 A tile is some queries of one row. Its own positions, whole units of memory around its new tokens, are read from the
-pool and written back. The row's earlier tokens are read by pages, a block of pages at a time.
+pool and written back. The row's earlier tokens are read by pages, a block of pages at a time. Latent rows are read
+once: their first lanes are the values.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ Act = Callable[[Any], None]
 class TpuAttention:
     """The static facts of a kernel, which `writes` new tokens or only reads.
 
-    `unit` is the number of positions that can be written at a time.
+    `unit` is the number of positions that can be written at a time. The values of latent rows are their first
+    `value_lanes`, which may hold some numbers that are not of the value.
     """
 
     kv_heads: int
@@ -44,21 +46,38 @@ class TpuAttention:
     window: int | None
     soft_cap: float | None
     writes: bool
+    value_lanes: int | None = None
+
+    @property
+    def arrays(self) -> int:
+        """The number of arrays of the pool."""
+        return 1 if self.joined or self.value_lanes is not None else 2
+
+    @property
+    def out_lanes(self) -> int:
+        """The lanes of the output."""
+        return self.lanes if self.value_lanes is None else self.value_lanes
 
 
 @dataclasses.dataclass(frozen=True)
 class LoopSizes:
-    """The sizes of one loop: queries of a tile, pages of a block, KV heads that are multiplied at once."""
+    """The sizes of one loop: queries of a tile, pages of a block, KV heads that are multiplied at once.
+
+    The queries of a tile are multiplied in `parts`, one after another; more than one only for latent rows. With
+    `whole_rows`, a tile has all queries of its row.
+    """
 
     queries: int
     pages: int
     heads: int
+    parts: int = 1
+    whole_rows: bool = False
 
 
 class KernelOperands(NamedTuple):
     """The arrays that a kernel reads.
 
-    `new` is one array if keys and values are joined, else two, or none if the kernel only reads the pool. `counts` are
+    `new` has as many arrays as the pool, or none if the kernel only reads it. `counts` are
     decodes, tiles, and the layer's first entry. Small integers are in scalar memory, `scales` and `sinks` in vector
     memory, the rest in HBM.
     """
@@ -76,7 +95,7 @@ class KernelOperands(NamedTuple):
 
 
 class KernelResults(NamedTuple):
-    """The arrays that a kernel writes; `pools` has one if keys and values are joined, else two."""
+    """The arrays that a kernel writes; `pools` has one if keys and values are joined or rows are latent, else two."""
 
     out: Ref
     pools: tuple[Ref, ...]
@@ -121,27 +140,31 @@ class Tile(NamedTuple):
 
 def own_positions(attention: TpuAttention, sizes: LoopSizes) -> int:
     """Return the number of positions around a tile's new tokens that are read, merged and written back."""
+    if sizes.whole_rows:  # The first query may be the last of a unit.
+        most = sizes.queries + attention.unit - 1
+        return most + -most % attention.unit
     return max(sizes.queries, attention.unit)
 
 
 def scratch_types(attention: TpuAttention, sizes: LoopSizes, pages: int) -> LoopScratch:
     """Return the memory that a loop allocates; `pages` is the width of the page table."""
-    heads, lanes, rows = attention.kv_heads, attention.lanes, sizes.queries * attention.group
+    heads, lanes, arrays = attention.kv_heads, attention.lanes, attention.arrays
     own = own_positions(attention, sizes)
-    arrays = 1 if attention.joined else 2
     # Tiles begin at units, so a row's first query may be up to a unit into its first tile.
     new_rows = 1 if sizes.queries == 1 else own + attention.unit
-    state = pltpu.VMEM((heads, rows, LANES), jnp.float32)
-    queries = pltpu.VMEM((2, sizes.queries, heads, attention.group, lanes), attention.dtype)
+    # More than one part is of a single head.
+    parts = heads * sizes.parts, sizes.queries // sizes.parts * attention.group
+    state = pltpu.VMEM((*parts, LANES), jnp.float32)
+    queries = 2, sizes.queries, heads, attention.group
     return LoopScratch(
         table=pltpu.SMEM((_TABLES, 1, pages), jnp.int32),
-        q=queries,
+        q=pltpu.VMEM((*queries, lanes), attention.dtype),
         new=(pltpu.VMEM((2, new_rows, heads, 1, lanes), new_dtype(attention.kv_dtype)),) * (arrays * attention.writes),
         own=(pltpu.VMEM((2, heads, own // attention.unit, attention.unit, lanes), attention.kv_dtype),) * arrays,
         past=(pltpu.VMEM((2, heads, sizes.pages, attention.page_size, lanes), attention.kv_dtype),) * arrays,
-        out=queries,
-        queries=pltpu.VMEM((heads, rows, lanes), attention.dtype),
-        sums=pltpu.VMEM((heads, rows, lanes), jnp.float32),
+        out=pltpu.VMEM((*queries, attention.out_lanes), attention.dtype),
+        queries=pltpu.VMEM((*parts, lanes), attention.dtype),
+        sums=pltpu.VMEM((*parts, attention.out_lanes), jnp.float32),
         peaks=state,
         totals=state,
         table_done=pltpu.SemaphoreType.DMA((_TABLES,)),
@@ -194,7 +217,7 @@ class Copies:
         if self.chained:
             base = base + operands.tile_numbers[i] * self.sizes.queries
             position = jnp.maximum(begin, base)
-            end = jnp.minimum(length, base + self.sizes.queries)
+            end = jnp.minimum(length, base + own_positions(attention, self.sizes))
         first = jnp.int32(0) if attention.window is None else jnp.maximum(position - attention.window + 1, 0)
         size = self.sizes.pages * attention.page_size
         first_block = lax.div(first, size)

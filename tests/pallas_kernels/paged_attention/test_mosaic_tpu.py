@@ -27,6 +27,8 @@ from pallas_kernels.paged_attention import (
     choose_backend,
     paged_attention,
 )
+from pallas_kernels.paged_attention.mosaic_tpu import backend as mosaic_tpu
+from tests.pallas_kernels.paged_attention import cases
 from tests.pallas_kernels.paged_attention import test_paged_attention as suite
 from tests.pallas_kernels.paged_attention.cases import Case, make_batch
 from tests.selection import grid
@@ -39,12 +41,20 @@ SMALL = KernelTarget(
 )
 BF16 = np.dtype(jnp.bfloat16)
 PROBLEM = Problem(32, 8, 128, 16, BF16, BF16)
+FP8 = np.dtype(jnp.float8_e4m3fn)
 V6E = KernelTarget("tpu", "TPU v6 lite")
+LATENT_ROWS = {"heads": 128, "kv_heads": 1, "head_dim": 576, "value_dim": 512, "page_size": 64}
 
 ROWS = ((150, 1), (40, 1), (33, 1), (1, 1), (90, 50), (20, 20), (70, 7))
 BATCH = Case("batch", ROWS, 4)
 PAGES_OF_64 = Case("pages-of-64", ROWS, 4, page_size=64)
 WINDOW = Case("window", ROWS, 4, window=20)
+# A tile of 16 queries has two parts, and the value is 128 of 256 lanes.
+LATENT = Case("latent", ROWS, 4, heads=40, kv_heads=1, head_dim=192, value_dim=128)
+FEW_LATENT = Case("few-latent", ((150, 4), (40, 1), (33, 3), (19, 4)), 0, max_queries=4, **cases.LATENT)
+# Factors of values are there, but latent rows have none.
+FP8_LATENT = Case("fp8-latent", ROWS, 4, **{**cases.LATENT, **cases.FP8_BF16}, page_size=64)
+CHUNKS_ONLY = Case("chunks-only", ROWS, 4, chunks_only=True)
 
 
 @pytest.fixture(autouse=True)
@@ -68,6 +78,13 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             Case("fp8-joined", ROWS, 4, kv_dtype="float8_e4m3fn", sinks=True),
             Case("fp8-page-64-dim-80", ROWS, 4, kv_dtype="float8_e4m3fn", head_dim=80, page_size=64, soft_cap=3.0),
             Case("bf16-page-32-window", ROWS, 4, dtype="bfloat16", page_size=32, window=70),
+            LATENT,
+            FEW_LATENT,
+            FP8_LATENT,
+            CHUNKS_ONLY,
+            Case("latent-sinks-cap", ROWS, 4, **cases.LATENT, sinks=True, soft_cap=3.0),
+            Case("latent-few-among-decodes", ((70, 1), (33, 1), (150, 4), (19, 4)), 2, max_queries=4, **cases.LATENT),
+            Case("latent-queries-beyond-a-unit", ROWS, 4, max_queries=50, dtype="bfloat16", **cases.LATENT),
         ],
         lambda case: case.name == "fp8-joined",
     ),
@@ -79,6 +96,28 @@ def test_small_blocks_and_tiles_equal_dense_attention(case: Case) -> None:
 
 def test_a_tpu_chooses_it_by_default() -> None:
     assert choose_backend(V6E, PROBLEM).name == "mosaic_tpu"
+    assert choose_backend(V6E, Problem(**(vars(PROBLEM) | LATENT_ROWS))).name == "mosaic_tpu"
+
+
+@pytest.mark.parametrize("kind", ["TPU v5 lite", "TPU v6 lite", "TPU7x"])
+@pytest.mark.parametrize("kv_dtype", [BF16, FP8])
+@pytest.mark.parametrize("heads", [16, 64, 128])
+def test_a_tile_of_latent_rows_fits_vector_memory(kind: str, kv_dtype: np.dtype, heads: int) -> None:
+    target = KernelTarget("tpu", kind)
+    problem = Problem(**(vars(PROBLEM) | LATENT_ROWS | {"kv_dtype": kv_dtype, "heads": heads}))
+    attention = mosaic_tpu._attention(problem, AttentionOptions(1.0), joined=False, writes=True)
+    for queries, max_queries in ((1, None), (2048, None), (48, 4)):
+        sizes = mosaic_tpu.block_sizes(attention, problem, target, queries=queries, max_queries=max_queries)
+        assert mosaic_tpu.vmem_bytes(attention, sizes) <= mosaic_tpu._vmem_limit(target)
+        assert sizes.pages * problem.page_size >= 256
+        assert sizes.queries % sizes.parts == 0
+        assert sizes.queries * heads // sizes.parts <= 512
+
+
+def test_a_window_over_latent_rows_is_an_error() -> None:
+    case = dataclasses.replace(FEW_LATENT, window=20)
+    with pytest.raises(ValueError, match="no window over latent rows"):
+        suite._run(case, make_batch(case), "mosaic_tpu")
 
 
 @pytest.mark.parametrize(
@@ -89,6 +128,19 @@ def test_a_tpu_chooses_it_by_default() -> None:
         (V6E, {"kv_dtype": np.dtype(np.int8)}, "not of int8"),
         (V6E, {"head_dim": 576}, "heads of up to 512, not of 576"),
         (V6E, {"heads": 34, "kv_heads": 2}, "up to 16 query heads a KV head, not 34 for 2"),
+        (V6E, {**LATENT_ROWS, "kv_heads": 2}, "latent rows that all heads of a shard share, not 2 a token"),
+        (V6E, {**LATENT_ROWS, "head_dim": 648}, "latent rows of up to 640, not of 648"),
+        (V6E, {**LATENT_ROWS, "heads": 129}, "up to 128 query heads a latent row, not 129"),
+        (
+            KernelTarget("tpu", "TPU7x"),
+            {**LATENT_ROWS, "dtype": np.dtype(np.float32), "kv_dtype": FP8},
+            "smallest tile of 128 query heads and pages of 64 tokens takes .* MiB of vector memory, more than 48",
+        ),
+        (
+            KernelTarget("tpu", "TPU7x"),
+            {"heads": 128, "kv_heads": 128, "head_dim": 192, "page_size": 64},
+            "smallest tile of 128 query heads and pages of 64 tokens takes 49 MiB of vector memory, more than 48",
+        ),
         (V6E, {"page_size": 8}, "pages of 16 tokens or a larger power of two, not of 8"),
         (V6E, {"page_size": 16384}, "pages of up to 32 MiB, and 16384 tokens of 8 KV heads take 64: choose smaller"),
     ],
@@ -150,6 +202,18 @@ SEEDS = {
     "tokens-of-the-pool-lost": Seed("kernel", "(at >= tile.position) & (at < tile.end)", "at < tile.end"),
     "off-by-one-page": Seed("memory", "self._entry(tile, page)", "self._entry(tile, page + 1)"),
     "another-layer": Seed("memory", "self.operands.counts[2] + ", ""),
+    "values-of-other-lanes": Seed(
+        "kernel", "[:, :, : self.attention.value_lanes]", "[:, :, -self.attention.value_lanes :]", LATENT
+    ),
+    "parts-as-the-first": Seed("kernel", "query + part.queries.start * attention.group", "query", LATENT),
+    "parts-stored-as-the-first": Seed(
+        "kernel", "s.out[slot, part.queries, part.heads]", "s.out[slot, 0:8, 0:1]", LATENT
+    ),
+    "the-last-unit-of-few-queries-left-out": Seed(
+        "memory", "sizes.queries + attention.unit - 1", "sizes.queries", FEW_LATENT
+    ),
+    "another-factor-for-values": Seed("backend", "kv.scales[:1]", "kv.scales", FP8_LATENT),
+    "decodes-not-left-out": Seed("backend", "None if rows.chunks_only else ", "", CHUNKS_ONLY),
     "part-of-a-page-left-out": Seed("memory", "fori_loop(0, jnp.where(", "fori_loop(1, jnp.where(", PAGES_OF_64),
 }
 
