@@ -31,6 +31,9 @@ class Architecture:
         biases: fields that tell whether all of some tensors of a layer have a bias. `norms`: fields that tell whether
             a layer has some norms.
         partial_rotation: whether heads may be rotated in part.
+        latent: whether attention is latent. `attention.key_length_mla` is then the size of a head, and
+            `attention.key_length` that of a row in llama.cpp's cache; files of before April 2025 have only the former,
+            under the latter's name.
         drafts: the field of the number of layers that draft several tokens at once. The file counts them as layers of
             the model, and has them last.
     Sliding windows:
@@ -64,6 +67,7 @@ class Architecture:
     biases: Mapping[str, tuple[str, ...]] = MappingProxyType({"attention_bias": _QKV + _OUTPUT})
     norms: Mapping[str, tuple[str, ...]] = _NOTHING
     partial_rotation: bool = False
+    latent: bool = False
     drafts: str = ""
     window_period: int = 0
     local_theta: float | None = None
@@ -111,8 +115,44 @@ def _shared(name: str) -> dict[str, str]:
     return {f"ffn_{each}_shexp": f"mlp.{name}.{each}_proj" for each in ("gate", "up", "down")}
 
 
+_VOCABULARY_OF_GLM = 154880
+_V2 = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "topk_method": "group_limited_greedy",
+}
+
+
+def _deepseek(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the fields by which DeepSeek-V2 and V3, which have the same architecture here, differ."""
+    # Files of V2 of before January 2025 don't say how scores are made, nor do those of GLM-4.7-Flash
+    unsaid = "sigmoid" if config["vocab_size"] == _VOCABULARY_OF_GLM else "softmax"
+    scores = {0: unsaid, 1: "softmax", 2: "sigmoid"}.get(config["scoring_func"], config["scoring_func"])
+    # Files of before October 2025 don't tell groups; all released models with so many experts have these
+    groups, best = {160: (8, 3), 256: (8, 4)}.get(config["n_routed_experts"], (1, 1))
+    rope = dict(config["rope_parameters"])
+    if "mscale_all_dim" in rope:
+        # The converter writes a tenth; both are equal in all released models, and in llama.cpp
+        rope["mscale"] = rope["mscale_all_dim"] = 10 * rope["mscale_all_dim"]
+    return {
+        **(_V2 if scores == "softmax" else {}),
+        "scoring_func": scores,
+        "n_group": config["n_group"] or groups,
+        "topk_group": config["topk_group"] or best,
+        "rope_parameters": rope,
+    }
+
+
 _EXPERTS = _named("mlp", "gate_proj", "up_proj", "down_proj")
 _MIXTRAL = _named("block_sparse_moe", "w1", "w3", "w2")
+_DRAFTS = {
+    "nextn.eh_proj": "eh_proj",
+    "nextn.embed_tokens": "embed_tokens",
+    "nextn.enorm": "enorm",
+    "nextn.hnorm": "hnorm",
+    "nextn.shared_head_head": "shared_head.head",
+    "nextn.shared_head_norm": "shared_head.norm",
+}
 _USED = {"expert_used_count": "num_experts_per_tok"}
 _OWN_WIDTH = {"expert_feed_forward_length": "moe_intermediate_size"}
 _SOFTMAX, _SIGMOID = {"expert_gating_func": 1}, {"expert_gating_func": 2}
@@ -304,12 +344,42 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
                 **_shared("shared_experts"),
                 "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
                 "post_attention_norm": "post_attention_layernorm",
-                "nextn.eh_proj": "eh_proj",
-                "nextn.embed_tokens": "embed_tokens",
-                "nextn.enorm": "enorm",
-                "nextn.hnorm": "hnorm",
-                "nextn.shared_head_head": "shared_head.head",
-                "nextn.shared_head_norm": "shared_head.norm",
+                **_DRAFTS,
+            },
+        ),
+        "deepseek2": Architecture(
+            model=("DeepseekV3ForCausalLM", "deepseek_v3"),
+            constants=_SILU
+            | {"norm_topk_prob": False, "routed_scaling_factor": 1.0, "scoring_func": 0, "n_group": 0, "topk_group": 0},
+            implied=_deepseek,
+            numbers={"expert_weights_scale": "routed_scaling_factor"},
+            integers={
+                "expert_count": "n_routed_experts",
+                "expert_shared_count": "n_shared_experts",
+                "expert_gating_func": "scoring_func",
+                "expert_group_count": "n_group",
+                "expert_group_used_count": "topk_group",
+                "leading_dense_block_count": "first_k_dense_replace",
+                **_USED,
+                **_OWN_WIDTH,
+            },
+            flags={"expert_weights_norm": "norm_topk_prob"},
+            biases=_NOTHING,
+            latent=True,
+            drafts="num_nextn_predict_layers",
+            names={
+                **_EXPERTS,
+                **_shared("shared_experts"),
+                **_DRAFTS,
+                "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+                "attn_q_a": "self_attn.q_a_proj",
+                "attn_q_a_norm": "self_attn.q_a_layernorm",
+                "attn_q_b": "self_attn.q_b_proj",
+                "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+                "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+                "attn_kv_b": "self_attn.kv_b_proj",
+                "attn_k_b": "self_attn.k_b_proj",
+                "attn_v_b": "self_attn.v_b_proj",
             },
         ),
         "minimax-m2": Architecture(

@@ -49,7 +49,10 @@ def config_from_gguf(metadata: GGUFMetadata) -> dict[str, Any]:
     if len(embedding) != 2:
         raise ConfigError(f"{metadata.path}: tensor token_embd.weight has {len(embedding)} dimensions instead of 2")
     hidden_size, (num_heads, num_kv_heads) = keys.integer("embedding_length", WIDTH), head_counts(metadata)
-    head_dim = keys.integer("attention.key_length", HEAD_DIM, hidden_size // num_heads)
+    latent = _latent(keys) if row.latent else {}
+    head_dim = latent.get("qk_rope_head_dim") or keys.integer(
+        "attention.key_length", HEAD_DIM, hidden_size // num_heads
+    )
     num_layers = keys.integer("block_count", LAYERS)
     drafts = keys.integer("nextn_predict_layers", Range(0, num_layers - 1), 0) if row.drafts else 0
     num_layers -= drafts
@@ -67,8 +70,9 @@ def config_from_gguf(metadata: GGUFMetadata) -> dict[str, Any]:
         "intermediate_size": keys.integer("feed_forward_length", WIDTH),
         "num_hidden_layers": num_layers,
         "num_attention_heads": num_heads,
-        "num_key_value_heads": num_kv_heads,
+        "num_key_value_heads": num_heads if latent else num_kv_heads,
         "head_dim": head_dim,
+        **latent,
         epsilon: keys.number(epsilon_key, NORM_EPSILON),
         "rope_parameters": _rope_parameters(keys, row, head_dim, windowed=bool(windows)),
         "max_position_embeddings": keys.integer("context_length", CONTEXT),
@@ -83,12 +87,31 @@ def config_from_gguf(metadata: GGUFMetadata) -> dict[str, Any]:
         "bos_token_id": bos_ids[0] if bos_ids else None,
         "eos_token_id": eos_ids[0] if len(eos_ids) == 1 else eos_ids or None,
     }
-    keys.equal("attention.value_length", head_dim)
+    if not latent:
+        keys.equal("attention.value_length", head_dim)
     keys.equal("attention.causal", True)
     for key, value in row.only.items():
         keys.equal(key, value)
     keys.refuse_unread(row.ignored)
     return {**config, **row.implied(config)}
+
+
+def _latent(keys: _ArchitectureKeys) -> dict[str, int | None]:
+    """Return the sizes of latent attention."""
+    rank, rotated = keys.integer("attention.kv_lora_rank", WIDTH), keys.integer("rope.dimension_count", HEAD_DIM)
+    suffix = ""
+    if "attention.key_length_mla" in keys:
+        suffix = "_mla"
+        keys.equal("attention.key_length", rank + rotated)
+        keys.equal("attention.value_length", rank)
+    query = keys.integer(f"attention.key_length{suffix}", Range(rotated + HEAD_DIM.least, HEAD_DIM.most))
+    return {
+        "q_lora_rank": keys.integer("attention.q_lora_rank", WIDTH) if "attention.q_lora_rank" in keys else None,
+        "kv_lora_rank": rank,
+        "qk_nope_head_dim": query - rotated,
+        "qk_rope_head_dim": rotated,
+        "v_head_dim": keys.integer(f"attention.value_length{suffix}", HEAD_DIM),
+    }
 
 
 def architecture_of(metadata: GGUFMetadata) -> Architecture:

@@ -69,6 +69,9 @@ class GGUFFile:
                     found[name].append(part)
         self._tensors = {name: sorted(parts, key=lambda part: part.name) for name, parts in found.items()}
         self._infos = {name: _info(parts) for name, parts in self._tensors.items()}
+        self._halves = _halves(self._infos)
+        for name, (keys, values) in self._halves.items():
+            self._infos[name] = _joined(self._infos.pop(keys), self._infos.pop(values))
         self._permuted = dict(zip((".q_proj.", ".k_proj."), head_counts(metadata))) if row.pairs_adjacent else {}
         self._norm_offset = row.norm_offset
 
@@ -82,6 +85,9 @@ class GGUFFile:
 
     def read(self, name: str, window: Window, out: np.ndarray[Any, Any]) -> None:
         """See `TensorSource`."""
+        if name in self._halves:
+            self._read_halves(name, window, out)
+            return
         for kind, raw, inside, part in self._row_parts(name, window, out):
             if kind == Kind.MXFP4:  # Scales of other types are products of float16
                 self._factors(name, kind, raw)
@@ -90,6 +96,25 @@ class GGUFFile:
             part[...] = values[:, inside].reshape(part.shape)
         if self._norm_offset and name.endswith("norm.weight"):
             out -= np.asarray(self._norm_offset, out.dtype)
+
+    def _read_halves(self, name: str, window: Window, out: np.ndarray[Any, Any]) -> None:
+        """Read a window of `kv_b_proj`: the rows of a head that make its keys, then those that make its values."""
+        rows, columns = window
+        keys, values = self._halves[name]
+        plain, size = self._tensors[keys][0].shape[2], self._tensors[values][0].shape[1]
+        for head in range(rows.start // (plain + size), -(-rows.stop // (plain + size))):
+            start, one = head * (plain + size), slice(head, head + 1)
+            for half, first, count in ((keys, start, plain), (values, start + plain, size)):
+                begin, end = max(rows.start, first), min(rows.stop, first + count)
+                if begin >= end:
+                    continue
+                part, inside = out[None, begin - rows.start : end - rows.start], slice(begin - first, end - first)
+                if half == values:
+                    self.read(half, (one, inside, columns), part)
+                else:
+                    across = np.empty((1, columns.stop - columns.start, end - begin), out.dtype)
+                    self.read(half, (one, columns, inside), across)
+                    part[...] = across.swapaxes(1, 2)
 
     @functools.cached_property
     def stored(self) -> Stored:
@@ -244,6 +269,29 @@ def _info(tensors: Sequence[GGUFTensorInfo]) -> TensorInfo:
             return TensorInfo(shape, stored_type, f"{found} have no rows that could alternate")
         shape = shape[0], shape[1] * len(tensors), *shape[2:]
     return TensorInfo(shape, stored_type, quantized=len(shape) == 3)
+
+
+def _halves(infos: Mapping[str, TensorInfo]) -> dict[str, tuple[str, str]]:
+    """Return the names of the tensors that the converter made of each `kv_b_proj`, `[heads, rank, qk_nope_head_dim]`
+    and `[heads, v_head_dim, rank]`."""
+    found = {}
+    for keys, info in infos.items():
+        values = keys.replace(".k_b_proj.", ".v_b_proj.")
+        if values == keys or values not in infos:
+            continue
+        shapes = info.shape, infos[values].shape
+        if {len(shape) for shape in shapes} == {3} and shapes[0][:2] == shapes[1][::2]:
+            found[keys.replace(".k_b_proj.", ".kv_b_proj.")] = keys, values
+    return found
+
+
+def _joined(keys: TensorInfo, values: TensorInfo) -> TensorInfo:
+    """Return the shape and type of a `kv_b_proj` of two tensors."""
+    heads, rank, plain = keys.shape
+    types = dict.fromkeys((keys.stored_type, values.stored_type))
+    return TensorInfo(
+        (heads * (plain + values.shape[1]), rank), " and ".join(types), keys.unreadable or values.unreadable
+    )
 
 
 def _touched_columns(shape: tuple[int, ...], window: Window, block: int) -> tuple[int, int, slice]:

@@ -16,16 +16,17 @@ from tests.selection import grid
 
 ROOT = Path(__file__).parents[2]
 
-QUICK = ["llama3/4", "olmo2/4", "glm4/2", "gemma4/4"]
+QUICK = ["llama3/4", "olmo2/4", "glm4/2", "gemma4/4", "deepseek_v3/4"]
 """KV heads that shards share; norms over the heads of all shards besides; reordered heads, fused tensors, biases;
-layers that reuse keys and values, and a second table."""
+layers that reuse keys and values, and a second table; latent rows that every shard has."""
 QUANTIZED = ["quantized/awq_glm4/2", "quantized/gptq_act_order/4", "packed:quantized/gptq_8bit_asymmetric/2"]
 """Reordered heads; inputs in another order, which are not divided, and shared heads; strips and blocks of a CPU."""
 MIXTURES = ["mixtral/4/2/1", "glm4_moe/1/1/4", "gpt_oss/2/1/2", "gemma4_moe/2/2/1"]
 MIXTURES += ["gguf:quantized/gpt_oss_mxfp4/4/2/1"]
 """Two devices divide each expert; ranks with experts of their own, of one device, and of two that divide each expert
 and its biases; experts beside an MLP; parts of stacked tensors."""
-MORE_MIXTURES = ["qwen3_moe/4/4/1", "olmoe/2/2/2", "gguf:mixtral/4/2/1", "gguf:glm4_moe/1/1/4"]
+MORE_MIXTURES = ["qwen3_moe/4/4/1", "olmoe/2/2/2", "gguf:mixtral/4/2/1", "gguf:glm4_moe/1/1/4", "deepseek_v2/2/1/2"]
+MORE_MIXTURES += ["gguf:deepseek_v3/1/1/4", "gguf:deepseek_v2_lite/4/2/1"]
 ALL = [f"{name}/{shards}" for name in FOLDERS for shards in (1, 2, 4)]
 
 

@@ -25,6 +25,8 @@ Tensors = dict[str, tuple[np.ndarray[Any, Any], Kind | None]]
 
 _ARCHITECTURES = {
     "Cohere2ForCausalLM": "COHERE2",
+    "DeepseekV2ForCausalLM": "DEEPSEEK2",
+    "DeepseekV3ForCausalLM": "DEEPSEEK2",
     "Exaone4ForCausalLM": "EXAONE4",
     "Gemma2ForCausalLM": "GEMMA2",
     "Gemma3ForCausalLM": "GEMMA3",
@@ -126,21 +128,30 @@ def from_golden(
     extra: Mapping[str, np.ndarray[Any, Any]] = MappingProxyType({}),
     change: Callable[[Tensors], object] = lambda tensors: None,
     most: int = 0,
+    keys: Mapping[str, Any] = MappingProxyType({}),
 ) -> Path:
     """Write a fixture as llama.cpp's converter does; matrices whose rows allow it are stored as `kind`.
 
     Routers are stored in float32, and blocks of MXFP4 as they are. A name may be a folder that is like a fixture;
-    `change` may change the tensors before they are written. `most`: see `write`.
+    `change` may change the tensors before they are written. `keys` are other values of metadata; None leaves one out.
+    `most`: see `write`.
     """
     config = json.loads((GOLDEN / name / "config.json").read_text())
     arch = MODEL_ARCH[_ARCHITECTURES[config["architectures"][0]]]
     architecture = MODEL_ARCH_NAMES[arch]
     heads = {"q": config["num_attention_heads"], "k": config.get("num_key_value_heads", config["num_attention_heads"])}
     scaling, rope_tensors = _scaling(config)
-    values = {**_metadata(config, architecture), **scaling}
+    values = {**_metadata(config, architecture), **scaling, **keys}
+    values = {key: value for key, value in values.items() if value is not None}
     names = get_tensor_name_map(arch, values["block_count"])
     tensors: Tensors = {key: (data, None) for key, data in (rope_tensors | dict(extra)).items()}
-    for hf_name, stored in _stacked(_weights(name)).items():
+    weights = _stacked(_weights(name))
+    for hf_name in [key for key in weights if ".kv_b_proj." in key]:
+        kv_b = weights.pop(hf_name).reshape(config["num_attention_heads"], -1, config["kv_lora_rank"])
+        of_keys, of_values = np.split(kv_b, [config["qk_nope_head_dim"]], axis=1)
+        weights[hf_name.replace("kv_b", "k_b")] = np.ascontiguousarray(of_keys.swapaxes(1, 2))
+        weights[hf_name.replace("kv_b", "v_b")] = np.ascontiguousarray(of_values)
+    for hf_name, stored in weights.items():
         weight = stored
         for letter, count in heads.items():
             if architecture in _PERMUTED and f".{letter}_proj." in hf_name:
@@ -158,8 +169,8 @@ def from_golden(
         else:
             tensors[gguf_name] = weight, None
     change(tensors)
-    keys = {key.replace(".", "__"): value for key, value in values.items()}
-    return write(path, tensors, architecture, most=most, **keys)
+    named = {key.replace(".", "__"): value for key, value in values.items()}
+    return write(path, tensors, architecture, most=most, **named)
 
 
 def _weights(name: str | Path) -> dict[str, np.ndarray[Any, Any]]:
@@ -217,6 +228,20 @@ def _metadata(config: dict[str, Any], architecture: str) -> dict[str, Any]:
         values["expert_gating_func"] = 2
     if architecture == "glm4moe":
         values["expert_weights_norm"] = config["norm_topk_prob"]
+    if architecture == "deepseek2":
+        rank, rotated = config["kv_lora_rank"], config["qk_rope_head_dim"]
+        values |= {
+            "attention.head_count_kv": 1,
+            "attention.kv_lora_rank": rank,
+            "attention.key_length": rank + rotated,
+            "attention.value_length": rank,
+            "attention.key_length_mla": config["qk_nope_head_dim"] + rotated,
+            "attention.value_length_mla": config["v_head_dim"],
+            "rope.dimension_count": rotated,
+            "expert_gating_func": {"softmax": 1, "sigmoid": 2}[config["scoring_func"]],
+        }
+        values |= {"attention.q_lora_rank": config["q_lora_rank"]} if config["q_lora_rank"] else {}
+        values |= {"expert_weights_norm": True} if config["norm_topk_prob"] else {}
     if architecture == "olmoe":
         values["attention.layer_norm_rms_epsilon"] = 1e-5
     local = _rope(config).get("sliding_attention", {"rope_theta": config.get("rope_local_base_freq")})["rope_theta"]
@@ -266,6 +291,8 @@ def _scaling(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, np.ndarr
             }
             values |= {"rope.scaling.type": "yarn", "rope.scaling.original_context_length": original}
             values |= {key: float(rope[field]) for key, field in options.items() if field in rope}
+            if "kv_lora_rank" in config:
+                values["rope.scaling.yarn_log_multiplier"] *= 0.1
         case "llama3":
             scaled = RopeConfig(
                 rope["rope_theta"],

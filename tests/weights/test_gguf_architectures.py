@@ -16,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 from jaxserve.errors import ConfigError
 from jaxserve.layers.rope import RopeConfig, frequencies
 from jaxserve.model_source import ModelSource, read_config
+from jaxserve.model_source.gguf_architectures import ARCHITECTURES
 from jaxserve.model_source.gguf_metadata import GGUFMetadata
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.layout import LaidOutModel
@@ -42,7 +43,7 @@ FIXTURES = (
     "llama2", "llama3", "smollm2", "llama_head_dim", "llama_linear", "llama_yarn", "mistral", "qwen2", "qwen3",
     "gemma2", "gemma3", "phi3", "olmo2", "olmo3", "granite", "granite4", "smollm3", "glm4", "cohere2", "starcoder2",
     "ministral3", "exaone4", "seed_oss", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "glm4_moe",
-    "minimax_m2",
+    "minimax_m2", "deepseek_v3", "deepseek_v2_lite",
 )  # fmt: skip
 
 
@@ -103,6 +104,63 @@ def test_blocks_stay_packed(tmp_path: Path, name: str, kind: Kind) -> None:
     for layer, precise in zip(params.layers, exact.layers):
         np.testing.assert_array_equal(unpack(layer.attention.qkv), precise.attention.qkv)
         np.testing.assert_array_equal(unpack(layer.mlp.up), precise.mlp.up)
+
+
+def test_keys_and_values_of_latent_attention_may_be_one_tensor(tmp_path: Path) -> None:
+    """Files of before April 2025 have `kv_b_proj` as it is, and the sizes of heads under other names."""
+
+    def join(tensors: Any) -> None:
+        for name in [name for name in tensors if "attn_k_b" in name]:
+            (keys, _), (values, _) = tensors.pop(name), tensors.pop(name.replace("k_b", "v_b"))
+            whole = np.concatenate([keys.swapaxes(1, 2), values], axis=1)
+            tensors[name.replace("k_b", "kv_b")] = whole.reshape(-1, keys.shape[1]), None
+
+    folder = ModelSource(GOLDEN / "deepseek_v3", "folder", "m")
+    expected = parse_model_config(read_config(folder))
+    assert expected.latent is not None
+    older = {
+        "attention.head_count_kv": expected.num_heads,
+        "attention.key_length": expected.latent.query,
+        "attention.value_length": expected.latent.v_head_dim,
+        "attention.key_length_mla": None,
+        "attention.value_length_mla": None,
+    }
+    path = from_golden("deepseek_v3", tmp_path / "m.gguf", change=join, keys=older)
+    gguf = ModelSource(path, "gguf", "m")
+    found = parse_model_config(read_config(gguf))
+    assert (found.latent, found.num_heads) == (expected.latent, expected.num_heads)
+    assert_same_params(load_model(gguf), load_model(folder))
+
+
+def test_quantized_parts_of_latent_attention_are_read_by_head(tmp_path: Path) -> None:
+    """Blocks of what makes keys lie across: they are numbers of a head's outputs."""
+    exact = load_model(ModelSource(GOLDEN / "deepseek_v2_lite", "folder", "m"))
+    path = from_golden("deepseek_v2_lite", tmp_path / "m.gguf", Kind.Q8_0)
+    assert GGUFMetadata(path).tensors["blk.1.attn_k_b.weight"].ggml_type == Kind.Q8_0
+    found = load_model(ModelSource(path, "gguf", "m"))
+    for name in ("down", "query", "key_up", "value_up"):
+        for layer, precise in zip(found.layers, exact.layers):
+            own, other = getattr(layer.attention, name), getattr(precise.attention, name)
+            np.testing.assert_allclose(own, other, atol=np.abs(other).max() / 127)
+            assert (own != other).any()
+
+
+@pytest.mark.parametrize(
+    ("fields", "model", "groups"),
+    [
+        ({"n_routed_experts": 160}, "DeepseekV2ForCausalLM", (8, 3)),
+        ({"n_routed_experts": 64, "scoring_func": 1}, "DeepseekV2ForCausalLM", (1, 1)),
+        ({"n_routed_experts": 256, "scoring_func": 2}, "DeepseekV3ForCausalLM", (8, 4)),
+        ({"n_routed_experts": 64, "vocab_size": 154880}, "DeepseekV3ForCausalLM", (1, 1)),
+        ({"n_routed_experts": 16, "scoring_func": 2, "n_group": 4, "topk_group": 2}, "DeepseekV3ForCausalLM", (4, 2)),
+    ],
+)
+def test_what_older_files_of_deepseek_leave_out(fields: dict[str, int], model: str, groups: tuple[int, int]) -> None:
+    row = ARCHITECTURES["deepseek2"]
+    raw = {"architectures": [row.model[0]], "vocab_size": 102400, "rope_parameters": {}, **row.constants, **fields}
+    found = {**raw, **row.implied(raw)}
+    assert found["architectures"] == [model]
+    assert (found["n_group"], found["topk_group"]) == groups
 
 
 def test_a_model_may_be_split_into_several_files(tmp_path: Path) -> None:

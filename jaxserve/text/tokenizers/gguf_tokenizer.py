@@ -41,6 +41,12 @@ _CASED_TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _TEKKEN = "|".join((*_CASED, r"\p{N}")) + _CASED_TAIL
 _SUFFIX = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 _GPT4O = "|".join((*(word + _SUFFIX for word in _CASED), r"\p{N}{1,3}")) + _CASED_TAIL
+# Numbers, then Chinese and Japanese; then a word may begin with a mark of ASCII
+_DEEPSEEK_V3 = (
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u30ff]+",
+    r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
 _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
 _DIGITS = (r"\p{N}", _GPT2)
 # The regular expressions that split a text before merging, applied in order; each match becomes a word
@@ -52,6 +58,7 @@ _SPLITS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2"), (_GPT4O,)),
     "seed-coder": (_SEED,),
     "tekken": (_TEKKEN,),
+    "deepseek-v3": _DEEPSEEK_V3,
     "default": _DEFAULT,
 }
 _IGNORE_MERGES = _BOS_BY_DEFAULT = {"llama-bpe", "llama3", "llama-v3", "tekken"}

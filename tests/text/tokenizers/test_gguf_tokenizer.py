@@ -65,11 +65,17 @@ def words(tokenizer: Tokenizer, text: str) -> list[str]:
         ("refact", "Don|'t| pay| |1|2|3|4|.|5|0| –| IT|'|S|  | ok|!!|\n|\n|x"),
         ("starcoder", "Don|'t| pay| |1|2|3|4|.|5|0| –| IT|'|S|  | ok|!!|\n|\n|x"),
         ("exaone4", "Don|'t| pay| 1234|.|50| –| IT|'|S|  | ok|!!|\n|\n|x"),
+        ("deepseek-v3", "Don|'t| pay| |123|4|.|50| –| IT|'S|  | ok|!!\n\n|x"),
         (None, "Don|'|t| pay| |123|4|.|50| |–| IT|'|S|  | ok|!!|\n|\n|x"),
     ],
 )
 def test_pre_tokenizers_split_as_their_models_do(tmp_path: Path, pre: str | None, expected: str) -> None:
     assert words(byte_level(tmp_path, pre), "Don't pay 1234.50 – IT'S   ok!!\n\nx") == expected.split("|")
+
+
+def test_deepseek_splits_chinese_and_marks_before_words(tmp_path: Path) -> None:
+    found = words(byte_level(tmp_path, "deepseek-v3"), "the 東京タワー, (see f(x)).")
+    assert found == ["the", " ", "東京タワー", ",", " (", "see", " f", "(x", "))."]
 
 
 @pytest.mark.parametrize("pre", _SPLITS)
