@@ -21,8 +21,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxserve.runtime.devices.topology import target_mesh
 from jaxserve.runtime.programs.hlo import instructions
 from pallas_kernels.paged_attention import AttentionOptions, Backend, PagedKV, Problem, Rows, kv_layout, target_of
+from pallas_kernels.paged_attention.arguments import LatentPreparation
 from pallas_kernels.paged_attention.triton import backend
-from pallas_kernels.paged_attention.triton.latent_write import LatentPreparation
 from tests.aot.conftest import Row
 from tests.aot.kernels import E5M2, FP8, POOL_BYTES, checked_kernels, compile_attention
 from tests.aot.test_triton import REFUSE_SPILLS, fitting_programs

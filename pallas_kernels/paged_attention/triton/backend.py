@@ -13,12 +13,12 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import Backend
-from pallas_kernels.paged_attention.arguments import AttentionOptions, Preparation, Rows
+from pallas_kernels.paged_attention.arguments import AttentionOptions, LatentPreparation, Preparation, Rows
 from pallas_kernels.paged_attention.layout import KVLayout, PagedKV
 from pallas_kernels.paged_attention.problem import Problem, is_float8
 from pallas_kernels.paged_attention.triton import latent_sizes
 from pallas_kernels.paged_attention.triton.decode import MIN_ROWS, DecodeBlocks, decode
-from pallas_kernels.paged_attention.triton.latent_write import LatentPreparation, write_latent
+from pallas_kernels.paged_attention.triton.latent_write import write_latent
 from pallas_kernels.paged_attention.triton.prefill import PrefillBlocks, prefill
 from pallas_kernels.paged_attention.triton.qkv import write_qkv
 from pallas_kernels.paged_attention.triton.tiles import PoolRefs, TritonAttention, flat
@@ -96,6 +96,21 @@ def paged_attention(
     return _attend((q,), arrivals, kv, layer, rows, options, backend)
 
 
+def write_tokens(
+    k: Float[Array, "tokens kv_heads head_dim"],
+    v: Float[Array, "tokens kv_heads head_dim"] | None,
+    kv: PagedKV,
+    layer: int | Int[Array, ""],
+    rows: Rows,
+    backend: Backend,
+) -> PagedKV:
+    """Compute `api.write_tokens`."""
+    attention = _facts(kv, _problem((k,), kv), 1, AttentionOptions(1.0), backend)
+    slots = rows.slots(len(k), kv.page_size)
+    kv, _ = write(k, v, kv, jnp.full((1,), layer, jnp.int32), slots, attention)
+    return kv
+
+
 def qkv_attention(
     qkv: Float[Array, "tokens width"],
     preparation: Preparation,
@@ -122,11 +137,7 @@ def latent_attention(
     options: AttentionOptions,
     backend: Backend,
 ) -> tuple[Float[Array, "tokens heads value_dim"], PagedKV]:
-    """Compute `paged_attention` over latent rows of the raw products of the projections.
-
-    A query is its `q_latent`, and the last numbers of its `q`, not rotated yet. A new row is the end of its `down`,
-    neither normalized nor rotated.
-    """
+    """Compute `api.latent_attention`."""
     items = _decode_facts((q_latent,), kv, rows, options, backend).kv_heads
     slots = rows.slots(len(q), kv.page_size)
     rotated, kv, arrivals = write_latent(down, q, preparation, kv, layer, slots, items, interpret=backend.interpret)

@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.paged_attention.arguments import LatentPreparation
 from pallas_kernels.paged_attention.layout import PagedKV
 from pallas_kernels.paged_attention.triton.tiles import Ref, flat
 from pallas_kernels.paged_attention.triton.write import to_pool
@@ -25,20 +26,6 @@ from pallas_kernels.paged_attention.triton.write import to_pool
 # Tokens of a program, and heads of one that rotates queries.
 _TOKENS = 4
 _HEADS = 16
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class LatentPreparation:
-    """The operations on the raw products of latent attention before `paged_attention`.
-
-    The value of a row is scaled to unit mean square (plus `eps`) and multiplied by `norm`. The other numbers of a row,
-    and as many of each query, are turned by `rotation`, cosines and sines in float32: of n, pair (i, i + n / 2).
-    """
-
-    eps: float = dataclasses.field(metadata={"static": True})
-    norm: Float[Array, " value_dim"]
-    rotation: tuple[Float[Array, "tokens half"], Float[Array, "tokens half"]]
 
 
 @dataclasses.dataclass(frozen=True)

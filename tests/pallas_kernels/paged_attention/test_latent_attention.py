@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels.paged_attention import AttentionOptions, Backend, PagedKV, paged_attention, target_of
+from pallas_kernels.paged_attention.arguments import LatentPreparation
 from pallas_kernels.paged_attention.triton.backend import latent_attention
-from pallas_kernels.paged_attention.triton.latent_write import LatentPreparation, write_latent
+from pallas_kernels.paged_attention.triton.latent_write import write_latent
 from tests.pallas_kernels.paged_attention import naive
 from tests.pallas_kernels.paged_attention import test_paged_attention as suite
 from tests.pallas_kernels.paged_attention import test_qkv_attention as of_heads
