@@ -35,7 +35,7 @@ MOST_ROWS = 4 * PANEL
 _SPLIT_ROWS = 512
 
 
-class _Tile(NamedTuple):
+class _LatentTile(NamedTuple):
     """Rows of queries of a sequence, from the `first` on, and the tokens that they see: up to `end`, from `sees_from`.
 
     `position` is the position of the sequence's first query.
@@ -160,7 +160,7 @@ def attend(f: Function, item: Value, shared: SharedOperands, facts: CpuAttention
 
 
 def _block(
-    f: Function, scratch: BlockScratch, tile: _Tile, panels: Value, queries: Value, states: Value, at: Value
+    f: Function, scratch: BlockScratch, tile: _LatentTile, panels: Value, queries: Value, states: Value, at: Value
 ) -> None:
     """Add a block to all panels that see any of it."""
     end = f.minimum(at + BLOCK, tile.end)
@@ -229,7 +229,7 @@ def _num_items(
 
 def _tile(
     f: Function, facts: CpuAttention, shared: SharedOperands, row: Value, first: Value, tile_rows: Value
-) -> _Tile:
+) -> _LatentTile:
     rows = _num_rows(f, facts, shared, row)
     live = f.minimum(rows - first, tile_rows)
     position = int_at(f, shared.kv_lens, row) - rows // facts.group
@@ -237,4 +237,4 @@ def _tile(
     if facts.window is not None:
         sees_from = f.maximum(position + first // facts.group - (facts.window - 1), 0)
     end = position + (first + live - 1) // facts.group + 1
-    return _Tile(first, live, position, sees_from, end)
+    return _LatentTile(first, live, position, sees_from, end)

@@ -238,12 +238,18 @@ def test_queries_and_pool_of_two_types(dtype: str, kv_dtype: str) -> None:
         np.testing.assert_array_equal(suite._bits(mine), suite._bits(other))
 
 
-@pytest.mark.parametrize("decode_only", [False, True])
-def test_a_step_copies_no_pool(decode_only: bool) -> None:
+@pytest.mark.parametrize(("decode_only", "value_dim"), [(False, None), (True, None), (False, 48)])
+def test_a_step_copies_no_pool(decode_only: bool, value_dim: int | None) -> None:
     """Cover a pool with an axis of ranks, as the engine's is."""
-    count, layers = 4, 3
+    count, layers, kv_heads = 4, 3, 2 if value_dim is None else 1
     layout = kv_layout(
-        num_layers=layers, num_pages=1000, page_size=16, num_kv_heads=2, head_dim=64, dtype=np.dtype(jnp.bfloat16)
+        num_layers=layers,
+        num_pages=1000,
+        page_size=16,
+        num_kv_heads=kv_heads,
+        head_dim=64,
+        dtype=np.dtype(jnp.bfloat16),
+        value_dim=value_dim,
     )
 
     def step(kv: PagedKV, q: jax.Array, *where: jax.Array) -> tuple[jax.Array, PagedKV]:
@@ -251,15 +257,18 @@ def test_a_step_copies_no_pool(decode_only: bool) -> None:
         rows = Rows(*where, decode_only=decode_only)
         kv = kv.with_pools([pool[0] for pool in kv.pools])
         for layer in range(layers):
-            q, kv = attend(q, q[:, :2], q[:, 2:4], kv, layer, rows)
-            q, kv = attend(q, None, None, kv, layer, rows)
+            new = (q[:, :kv_heads], q[:, 2:4] if value_dim is None else None), (None, None)
+            for k, v in new:
+                out, kv = attend(q, k, v, kv, layer, rows)
+                q = q.at[:, :, : out.shape[2]].set(out)
         return q, kv.with_pools([pool[None] for pool in kv.pools])
 
-    pool = jax.ShapeDtypeStruct((1, *layout.shape), layout.dtype)
+    pools = [jax.ShapeDtypeStruct((1, *layout.shape), layout.dtype)]
+    pools += pools if value_dim is None else [jax.ShapeDtypeStruct(layout.values_shape, layout.dtype)]
     shapes = ((count, 10), (count + 1,), (count,), (), ())
     where = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
     q = jax.ShapeDtypeStruct((count, 4, 64), jnp.bfloat16)
-    compiled = jax.jit(step, donate_argnums=0).lower(layout.paged_kv(pool, pool), q, *where).compile()
+    compiled = jax.jit(step, donate_argnums=0).lower(layout.paged_kv(*pools), q, *where).compile()
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes == layout.nbytes
     assert memory.temp_size_in_bytes < layout.nbytes / 100
