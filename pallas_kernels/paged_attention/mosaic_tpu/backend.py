@@ -1,7 +1,8 @@
 """The TPU backend: one ragged kernel for the decodes and prefill chunks of a step, which also writes the new KV.
 
-This module decides what the kernel supports and with which block sizes it runs, and prepares its operands; the kernel
-itself is in `kernel.py`. Heads of any size are padded to whole rows of 128 lanes, as in the pool (`layout.py`).
+This module decides what the kernel supports, and prepares its operands; the kernel itself is in `kernel.py`, and the
+rule for its block sizes in `sizes.py`. Heads of any size are padded to whole rows of 128 lanes, as in the pool
+(`layout.py`).
 
 All query heads of a shard share a latent row, so its tiles have fewer queries of more heads, as many rows in all.
 """
@@ -9,12 +10,10 @@ All query heads of a shard share a latent row, so its tiles have fewer queries o
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
@@ -31,10 +30,16 @@ from pallas_kernels.paged_attention.mosaic_tpu.memory import (
     TpuAttention,
     new_dtype,
     own_positions,
-    scratch_types,
+    whole_lanes,
+)
+from pallas_kernels.paged_attention.mosaic_tpu.sizes import (
+    block_sizes,
+    tile_queries,
+    vmem_bytes,
+    vmem_capacity,
+    vmem_limit,
 )
 from pallas_kernels.paged_attention.problem import Problem, is_float8
-from pallas_kernels.paged_attention.tuning import tuned_blocks
 from pallas_kernels.paged_attention.write import as_pool_dtype
 from pallas_kernels.target import KernelTarget
 
@@ -44,22 +49,6 @@ MAX_LATENT_GROUP = 128
 MAX_LATENT_DIM = 640
 DTYPES = ("float32", "bfloat16")
 
-_DECODE_KEYS = 512
-_PREFILL_KEYS = 512
-_PREFILL_QUERIES = 128
-# A latent row is small, so more of them are in flight. They take little of the vector memory, of which queries and sums
-# take most: a block isn't made smaller than this.
-_LATENT_DECODE_KEYS = 1024
-_LATENT_LEAST_KEYS = 256
-# Rows of a tile, which are queries times heads, and of a part of it.
-_TILE_ROWS = MAX_GROUP * _PREFILL_QUERIES
-_PART_ROWS = 512
-# Bytes of a block's pages: with these in flight, HBM's latency is hidden.
-_BLOCK_BYTES = 2 * 2**20
-_SCORES_BYTES = 2**18
-# Vector memory of a core, by device; v5e and v6e have the default. XLA keeps a part of it for other operations.
-_VMEM_BYTES = {"TPU7x": 64 * 2**20}
-_DEFAULT_VMEM_BYTES = 128 * 2**20
 _TABLE_PAGES = 2**15
 
 
@@ -80,10 +69,10 @@ def refusal(problem: Problem, target: KernelTarget) -> str | None:
         return f"mosaic_tpu takes pages of 16 tokens or a larger power of two, not of {problem.page_size}"
     arrays = 2 if problem.value_dim is None else 1
     page_bytes = (
-        arrays * problem.kv_heads * problem.page_size * _whole_lanes(problem.head_dim) * problem.kv_dtype.itemsize
+        arrays * problem.kv_heads * problem.page_size * whole_lanes(problem.head_dim) * problem.kv_dtype.itemsize
     )
     # A loop holds two blocks of at least a page besides its own tokens.
-    if page_bytes > (limit := _vmem_capacity(target) // 4):
+    if page_bytes > (limit := vmem_capacity(target) // 4):
         return (
             f"mosaic_tpu takes pages of up to {limit // 2**20} MiB, and {problem.page_size} tokens of "
             f"{problem.kv_heads} KV heads take {page_bytes // 2**20}: choose smaller pages"
@@ -91,7 +80,7 @@ def refusal(problem: Problem, target: KernelTarget) -> str | None:
     joined = problem.value_dim is None and 2 * problem.head_dim <= LANES
     attention = _attention(problem, AttentionOptions(1.0), joined=joined, writes=True)
     least = vmem_bytes(attention, block_sizes(attention, problem, target, queries=attention.unit))
-    if least > (limit := _vmem_limit(target)):
+    if least > (limit := vmem_limit(target)):
         return (
             f"mosaic_tpu's smallest tile of {problem.heads} query heads and pages of {problem.page_size} tokens takes "
             f"{least / 2**20:.0f} MiB of vector memory, more than {limit // 2**20}: choose smaller pages, or split the "
@@ -136,7 +125,7 @@ def paged_attention(
     decode = None if rows.chunks_only else sizes_of(queries=1)
     prefill = None
     if not rows.decode_only:
-        prefill = sizes_of(queries=_tile_queries(tokens, rows.max_queries, attention), max_queries=rows.max_queries)
+        prefill = sizes_of(queries=tile_queries(tokens, rows.max_queries, attention), max_queries=rows.max_queries)
 
     padding = 0 if prefill is None else prefill.queries
     written: tuple[Array, ...] = ()
@@ -162,7 +151,7 @@ def paged_attention(
         queries,
         new,
     )
-    limit = _vmem_limit(backend.target)
+    limit = vmem_limit(backend.target)
     out, *pools = _call(operands, kv.pools, attention, decode, prefill, vmem_limit=limit, interpret=backend.interpret)
     start = lanes // 2 if kv.joined else 0
     out = out[:tokens, :, :, start : start + (kv.value_dim or head_dim)]
@@ -173,7 +162,7 @@ def _attention(problem: Problem, options: AttentionOptions, *, joined: bool, wri
     return TpuAttention(
         kv_heads=problem.kv_heads,
         group=problem.heads // problem.kv_heads,
-        lanes=LANES if joined else _whole_lanes(problem.head_dim),
+        lanes=LANES if joined else whole_lanes(problem.head_dim),
         page_size=problem.page_size,
         unit=min(problem.page_size, 32 // problem.kv_dtype.itemsize),
         dtype=problem.dtype,
@@ -183,7 +172,7 @@ def _attention(problem: Problem, options: AttentionOptions, *, joined: bool, wri
         window=options.window,
         soft_cap=options.soft_cap,
         writes=writes,
-        value_lanes=None if problem.value_dim is None else _whole_lanes(problem.value_dim),
+        value_lanes=None if problem.value_dim is None else whole_lanes(problem.value_dim),
     )
 
 
@@ -224,41 +213,6 @@ def _call(
     )(*inputs, *pools)
 
 
-def block_sizes(
-    attention: TpuAttention, problem: Problem, target: KernelTarget, *, queries: int, max_queries: int | None = None
-) -> LoopSizes:
-    """Return tuned block sizes or those of the rule, reduced until they fit vector memory.
-
-    Tuned tables have `block_kv` tokens a block and `block_q` queries a tile. A tile of latent rows has all
-    `max_queries` of its row if these are few.
-    """
-    latent = attention.value_lanes is not None
-    tuned = tuned_blocks(target, "mosaic_tpu", "decode" if queries == 1 else "prefill", problem) or {}
-    token_bytes = attention.arrays * attention.kv_heads * attention.lanes * attention.kv_dtype.itemsize
-    decode_keys = _LATENT_DECODE_KEYS if latent else _DECODE_KEYS
-    keys = min(decode_keys if queries == 1 else _PREFILL_KEYS, _BLOCK_BYTES // token_bytes)
-    pages = max(1, tuned.get("block_kv", keys) // attention.page_size)
-    least_pages = max(1, _LATENT_LEAST_KEYS // attention.page_size) if latent else 1
-    whole_rows = latent and queries > 1 and max_queries is not None and max_queries <= attention.unit
-    if whole_rows and max_queries is not None:
-        # Rows of memory are in tiles of 8.
-        queries = max(2, max_queries) + -max(2, max_queries) % (8 // math.gcd(8, attention.group))
-    elif queries > 1:
-        most = _TILE_ROWS // attention.group if latent else queries
-        queries = _whole_units(min(queries, tuned.get("block_q", most)), attention)
-    budget = _vmem_capacity(target) // 3
-    while True:
-        parts = _parts(attention, queries)
-        sizes = LoopSizes(queries, pages, _heads_at_once(attention, queries, pages), parts, whole_rows)
-        can_halve_queries = queries > attention.unit and not whole_rows
-        if vmem_bytes(attention, sizes) <= budget or (pages <= least_pages and not can_halve_queries):
-            return sizes
-        if can_halve_queries and (pages <= least_pages or queries * attention.group > pages * attention.page_size):
-            queries = _whole_units(queries // 2, attention)
-        else:
-            pages //= 2
-
-
 def candidates(kind: str, problem: Problem, target: KernelTarget) -> list[dict[str, int]]:
     """Return the block sizes to time for the tuned table."""
     keys = [{"block_kv": size} for size in (128, 256, 512, 1024) if size >= problem.page_size]
@@ -266,60 +220,6 @@ def candidates(kind: str, problem: Problem, target: KernelTarget) -> list[dict[s
         return keys
     tiles = (32, 64, 128, 256) if problem.value_dim is None else (16, 32, 64, 128)
     return [{"block_q": queries, **one} for queries in tiles for one in keys]
-
-
-def vmem_bytes(attention: TpuAttention, sizes: LoopSizes) -> int:
-    """Return the vector memory of a loop's scratch, and of the scores of the heads that are multiplied at once."""
-    types = [
-        t
-        for t in jax.tree.leaves(tuple(scratch_types(attention, sizes, 1)))
-        if getattr(t, "memory_space", None) == pltpu.VMEM
-    ]
-    scores = sizes.heads * sizes.queries // sizes.parts * attention.group * sizes.pages * attention.page_size
-    return sum(_padded_bytes(t.shape, t.dtype) for t in types) + 6 * scores
-
-
-def _vmem_capacity(target: KernelTarget) -> int:
-    return _VMEM_BYTES.get(target.kind, _DEFAULT_VMEM_BYTES)
-
-
-def _vmem_limit(target: KernelTarget) -> int:
-    """Return how much of the vector memory a kernel may take."""
-    return _vmem_capacity(target) * 3 // 4
-
-
-def _padded_bytes(shape: tuple[int, ...], dtype: np.dtype) -> int:
-    """Return the size in memory tiles, whose rows are words of 32 bits."""
-    *outer, rows, lanes = shape
-    packing = 4 // np.dtype(dtype).itemsize
-    return math.prod(outer) * (rows + -rows % packing) * (lanes + -lanes % LANES) * np.dtype(dtype).itemsize
-
-
-def _heads_at_once(attention: TpuAttention, queries: int, pages: int) -> int:
-    """Return how many heads are multiplied at once: several for a single query, as small products hide no latency."""
-    if queries > 1:
-        return 1
-    most = max(1, _SCORES_BYTES // (4 * 8 * pages * attention.page_size))
-    return max(n for n in range(1, attention.kv_heads + 1) if attention.kv_heads % n == 0 and n <= most)
-
-
-def _parts(attention: TpuAttention, queries: int) -> int:
-    """Return in how many parts a tile's queries are multiplied: parts of whole tiles of memory, of 8 rows."""
-    if attention.value_lanes is None or queries == 1:
-        return 1
-    group = attention.group
-    sizes = [n for n in range(queries, 0, -1) if queries % n == 0 and n * group % 8 == 0]
-    return queries // next((n for n in sizes if n * group <= _PART_ROWS), sizes[-1])
-
-
-def _whole_units(queries: int, attention: TpuAttention) -> int:
-    return max(attention.unit, queries - queries % attention.unit)
-
-
-def _tile_queries(tokens: int, max_queries: int | None, attention: TpuAttention) -> int:
-    # A row of few queries is one tile, even if it begins at the end of a unit.
-    most = tokens if max_queries is None else max_queries + attention.unit - 1
-    return min(_PREFILL_QUERIES, most + -most % attention.unit)
 
 
 def _tiles(
@@ -351,10 +251,6 @@ def _tiles(
 
 def _padded(x: Float[Array, "tokens heads width"], tokens: int, lanes: int) -> Float[Array, "more heads lanes"]:
     return jnp.pad(x, ((0, tokens), (0, 0), (0, lanes - x.shape[2])))
-
-
-def _whole_lanes(width: int) -> int:
-    return width + -width % LANES
 
 
 def _spread_scales(kv: PagedKV, layer: int | Int[Array, ""]) -> Float[Array, "2 kv_heads 1 lanes"] | None:

@@ -56,7 +56,7 @@ def attention_kernel(
         pl.run_scoped(run, *scratch_types(attention, sizes, operands.page_table.shape[2]))
 
 
-class _Part(NamedTuple):
+class _TilePart(NamedTuple):
     """The rows of a tile that are multiplied at once: some `queries` of some KV `heads`.
 
     `state` is their index in the softmax's state.
@@ -139,14 +139,14 @@ class _TileLoop:
         size = self.sizes.heads
         lax.fori_loop(0, self.attention.kv_heads // size, lambda i, carry: do(pl.ds(i * size, size)), None)
 
-    def _each_part(self, do: Callable[[_Part], None]) -> None:
+    def _each_part(self, do: Callable[[_TilePart], None]) -> None:
         parts, queries = self.sizes.parts, self.sizes.queries // self.sizes.parts
         if parts == 1:
-            self._each_heads(lambda heads: do(_Part(heads, heads, pl.ds(0, queries))))
+            self._each_heads(lambda heads: do(_TilePart(heads, heads, pl.ds(0, queries))))
             return
 
         def one(i: Array, carry: None) -> None:
-            do(_Part(pl.ds(i, 1), pl.ds(0, 1), pl.ds(i * queries, queries)))
+            do(_TilePart(pl.ds(i, 1), pl.ds(0, 1), pl.ds(i * queries, queries)))
 
         lax.fori_loop(0, parts, one, None)
 
@@ -156,7 +156,7 @@ class _TileLoop:
             return x[0]
         return x[:, 0].astype(jnp.float32).reshape(1, -1, x.shape[3])
 
-    def _begin(self, tile: Tile, part: _Part) -> None:
+    def _begin(self, tile: Tile, part: _TilePart) -> None:
         attention, s, state = self.attention, self.scratch, part.state
         q = self._by_rows(s.q[tile.number % 2, part.queries, part.heads]).astype(jnp.float32) * attention.scale
         if self.operands.scales is not None:
@@ -187,7 +187,7 @@ class _TileLoop:
             merged = jnp.where(is_new[None], new, old.astype(jnp.float32).reshape(old.shape[0], at.shape[0], -1))
             own_ref[slot, heads] = merged.astype(old.dtype).reshape(old.shape)
 
-    def _attend_own(self, tile: Tile, part: _Part) -> None:
+    def _attend_own(self, tile: Tile, part: _TilePart) -> None:
         attention, slot, size = self.attention, tile.number % 2, own_positions(self.attention, self.sizes)
         keys, values = self._keys_and_values(self.scratch.own, slot, part.heads)
         at = self._positions(tile.base, size, axis=0)
@@ -224,7 +224,7 @@ class _TileLoop:
         at = self._positions(begin, size, axis=1)
         seen = self._within_window(at < tile.base, at - tile.position)
 
-        def attend(part: _Part) -> None:
+        def attend(part: _TilePart) -> None:
             keys, values = self._keys_and_values(self.scratch.past, slot, part.heads)
             self._attend(part.state, keys.astype(attention.dtype), values.astype(attention.dtype), seen)
 
@@ -267,7 +267,7 @@ class _TileLoop:
         s.totals[state] = s.totals[state] * keep + weights.sum(axis=2, keepdims=True)
         s.peaks[state] = jnp.broadcast_to(peak, s.peaks[state].shape)
 
-    def _finish(self, tile: Tile, part: _Part) -> None:
+    def _finish(self, tile: Tile, part: _TilePart) -> None:
         s, slot, lanes = self.scratch, tile.number % 2, self.attention.out_lanes
         out = s.sums[part.state] / s.totals[part.state][:, :, :1]
         if self.operands.scales is not None:

@@ -175,6 +175,11 @@ def scratch_types(attention: TpuAttention, sizes: LoopSizes, pages: int) -> Loop
     )
 
 
+def whole_lanes(width: int) -> int:
+    """Return the lanes of so many numbers: whole rows of memory."""
+    return width + -width % LANES
+
+
 def new_dtype(kv_dtype: np.dtype) -> np.dtype:
     """Return the dtype of the new tokens' operand: single rows of an 8-bit type can't be addressed."""
     return np.dtype(jnp.bfloat16) if np.dtype(kv_dtype).itemsize == 1 else np.dtype(kv_dtype)

@@ -108,7 +108,7 @@ def test_a_tile_of_latent_rows_fits_vector_memory(kind: str, kv_dtype: np.dtype,
     attention = mosaic_tpu._attention(problem, AttentionOptions(1.0), joined=False, writes=True)
     for queries, max_queries in ((1, None), (2048, None), (48, 4)):
         sizes = mosaic_tpu.block_sizes(attention, problem, target, queries=queries, max_queries=max_queries)
-        assert mosaic_tpu.vmem_bytes(attention, sizes) <= mosaic_tpu._vmem_limit(target)
+        assert mosaic_tpu.vmem_bytes(attention, sizes) <= mosaic_tpu.vmem_limit(target)
         assert sizes.pages * problem.page_size >= 256
         assert sizes.queries % sizes.parts == 0
         assert sizes.queries * heads // sizes.parts <= 512
@@ -227,7 +227,7 @@ def test_a_seeded_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch, capsys
     module = importlib.import_module(f"{PACKAGE}.mosaic_tpu.{seed.file}")
     source = Path(str(module.__file__)).read_text()
     assert source.count(seed.old) == 1
-    for name in ("backend", "kernel", "memory"):
+    for name in ("backend", "sizes", "kernel", "memory"):
         monkeypatch.delitem(sys.modules, f"{PACKAGE}.mosaic_tpu.{name}", raising=False)
     seeded = types.ModuleType(module.__name__)
     monkeypatch.setitem(sys.modules, module.__name__, seeded)
