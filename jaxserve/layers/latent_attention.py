@@ -69,9 +69,11 @@ def expands(backend: Backend, tokens: int, kv_lora_rank: int, expanded: int) -> 
 
     It does if a prompt of this length takes fewer products then: for DeepSeek-V3, one of more than 341 tokens. A row
     has `expanded` numbers of a key and a value in each head, besides the rotated ones. A CPU never expands rows, so
-    that a token has the same bits whether its prompt is computed whole or in chunks.
+    that a token has the same bits whether its prompt is computed whole or in chunks. On a TPU, keys and values of all
+    heads would leave its vector memory little room for queries.
     """
-    return backend.name != "cpu" and tokens * (2 * kv_lora_rank - expanded) > 2 * kv_lora_rank * expanded
+    cheaper = tokens * (2 * kv_lora_rank - expanded) > 2 * kv_lora_rank * expanded
+    return cheaper and backend.name not in ("cpu", "mosaic_tpu")
 
 
 @jax.named_scope("attention")
