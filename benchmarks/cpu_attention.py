@@ -1,6 +1,7 @@
-"""Measures the attention of a whole step on this CPU: backend `cpu` against `reference`, SmolLM2-135M, bfloat16.
+"""Measures the attention of a whole step on this CPU: backend `cpu` against `reference`, bfloat16.
 
-A program has only the 30 attention calls of the layers on one pool, with pages in random order. The two backends run in
+A program has only the attention calls of the layers on one pool, with pages in random order: the 30 of SmolLM2-135M, or
+two layers of DeepSeek-V3's latent rows with the heads of one of 8 shards, or with all heads. The two backends run in
 turn, so that other activity of the machine affects both alike.
 
     python -m benchmarks.cpu_attention --rounds 15
@@ -37,23 +38,29 @@ from pallas_kernels.paged_attention import (
 )
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, PAGE = 30, 9, 3, 64, 16
+LATENT_LAYERS, LATENT_DIM, VALUE_DIM = 2, 576, 512
 BACKENDS: tuple[BackendName, ...] = ("reference", "cpu")
 OUTPUT = Path(__file__).parent / "results/cpu/cpu_attention.json"
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """`rows` sequences of `length` tokens, the last `new` of them queries; `shared` pages are the same for all."""
+    """`rows` sequences of `length` tokens, the last `new` of them queries; `shared` pages are the same for all.
+
+    The rows of the pool are latent if `latent_heads` isn't 0.
+    """
 
     rows: int
     length: int
     new: int = 1
     shared: int = 0
+    latent_heads: int = 0
 
     def __str__(self) -> str:
+        more = f", {self.latent_heads} heads of latent rows" if self.latent_heads else ""
         if self.new > 1:
-            return f"prefill of {self.new} after {self.length - self.new}"
-        return f"{self.rows} x {self.length}" + (f", {self.shared * PAGE} shared" if self.shared else "")
+            return f"prefill of {self.new} after {self.length - self.new}{more}"
+        return f"{self.rows} x {self.length}" + (f", {self.shared * PAGE} shared" if self.shared else "") + more
 
 
 SHAPES = (
@@ -65,6 +72,10 @@ SHAPES = (
     Shape(1, 512, new=512),
     Shape(1, 728, new=128),
     Shape(1, 1064, new=64),
+    Shape(1, 2000, latent_heads=16),
+    Shape(16, 600, latent_heads=16),
+    Shape(16, 600, latent_heads=128),
+    Shape(1, 512, new=512, latent_heads=16),
 )
 
 
@@ -114,16 +125,20 @@ def compiled(shape: Shape, name: BackendName) -> Callable[[], None]:
     table = np.zeros((shape.rows, used), np.int32)
     table[:, : shape.shared] = pages[: shape.shared]
     table[:, shape.shared :] = pages[shape.shared :].reshape(shape.rows, -1)
+    is_latent = shape.latent_heads > 0
+    heads, kv_heads, head_dim = (shape.latent_heads, 1, LATENT_DIM) if is_latent else (HEADS, KV_HEADS, HEAD_DIM)
+    layers = LATENT_LAYERS if is_latent else LAYERS
     layout = kv_layout(
-        num_layers=LAYERS,
+        num_layers=layers,
         num_pages=num_pages,
         page_size=PAGE,
-        num_kv_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
         dtype=np.dtype(jnp.bfloat16),
+        value_dim=VALUE_DIM if is_latent else None,
     )
     numbers = functools.partial(jax.random.normal, dtype=jnp.bfloat16)
-    kv = layout.paged_kv(numbers(jax.random.key(0), layout.shape), numbers(jax.random.key(1), layout.shape))
+    kv = layout.paged_kv(numbers(jax.random.key(0), layout.shape), numbers(jax.random.key(1), layout.values_shape))
     is_decode = shape.new == 1
     rows = Rows(
         jnp.asarray(table),
@@ -133,14 +148,15 @@ def compiled(shape: Shape, name: BackendName) -> Callable[[], None]:
         jnp.int32(shape.rows),
         decode_only=is_decode,
     )
-    q = numbers(jax.random.key(2), (shape.rows * shape.new, HEADS, HEAD_DIM))
+    q = numbers(jax.random.key(2), (shape.rows * shape.new, heads, head_dim))
     backend = Backend(name, target_of(jax.devices("cpu")[0]))
-    attend = functools.partial(paged_attention, options=AttentionOptions(HEAD_DIM**-0.5), backend=backend)
+    attend = functools.partial(paged_attention, options=AttentionOptions(head_dim**-0.5), backend=backend)
 
     def step(kv: PagedKV, q: jax.Array, rows: Rows) -> tuple[jax.Array, PagedKV]:
-        for layer in range(LAYERS):
-            out, kv = attend(q, q[:, :KV_HEADS], q[:, KV_HEADS : 2 * KV_HEADS], kv, layer, rows)
-            q = q + out
+        for layer in range(layers):
+            v = None if is_latent else q[:, kv_heads : 2 * kv_heads]
+            out, kv = attend(q, q[:, :kv_heads], v, kv, layer, rows)
+            q = q.at[:, :, : out.shape[2]].add(out)
         return q, kv
 
     program = jax.jit(step, donate_argnums=0).lower(kv, q, rows).compile(_compiler_options())

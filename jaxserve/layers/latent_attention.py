@@ -28,14 +28,17 @@ from jaxserve.layers.rope import Rotation, rotate
 from pallas_kernels.paged_attention import (
     AttentionOptions,
     Backend,
+    LatentPreparation,
     PagedKV,
     Rows,
     as_stored,
     kv_layout,
     kv_platform,
     paged_attention,
+    takes_latent_products,
     write_tokens,
 )
+from pallas_kernels.paged_attention import latent_attention as attend_to_latent
 from pallas_kernels.quantized_matmul import HeldWeight
 
 # DeepSeek's code has this one for the norms of both low-rank forms, whatever the model's own epsilon is
@@ -82,52 +85,47 @@ def latent_attention(
     settings: AttentionSettings,
 ) -> tuple[Float[Array, "tokens dim"], KVPools]:
     """Attend from the batch's tokens to their sequences, and write the rows of the tokens to `kv`."""
+    assert settings.scale is not None
     tokens, heads = len(x), params.query.shape[0]
     rank, plain = params.key_up.shape[1:]
     rotated = params.query.shape[1] - plain
+    rows, options, pool = batch.rows(layer.group), AttentionOptions(settings.scale), kv[layer.group]
     down = linear(x, params.down)
     low_rank = x
     if params.query_norm is not None:
         low_rank = rms_norm(down[:, : params.query_norm.shape[0]], params.query_norm, _NORM_EPSILON)
     query = linear(low_rank, params.query.reshape(heads * (plain + rotated), -1)).reshape(tokens, heads, -1)
-    latent = rms_norm(down[:, -rank - rotated : -rotated], params.latent_norm, _NORM_EPSILON)
-    turned = rotate(jnp.concatenate([query[..., plain:], down[:, None, -rotated:]], axis=1), *rotation)
-    query = jnp.concatenate([query[..., :plain], turned[:, :heads]], axis=2)
-    row = jnp.concatenate([latent[:, None], turned[:, heads:]], axis=2)
-    pool = kv[layer.group]
+    absorbed = linear_by_head(query[..., :plain], params.key_up)
     # Weights that a CPU packs can't be transposed
     can_expand = batch.starts_last and not isinstance(params.key_up, HeldWeight)
-    if can_expand and expands(settings.backend, tokens, rank, plain + params.value_up.shape[1]):
-        rows = batch.rows(layer.group)
-        pool = write_tokens(row, None, pool, layer.index, rows, settings.backend)
-        continued = dataclasses.replace(batch, num_seqs=batch.num_continued)
-        values, pool = _absorbed(query, None, params, continued, pool, layer, settings)
-        started = _expanded(query, as_stored(row, pool, layer.index), params, batch, pool.page_size, settings)
-        first = batch.query_starts[batch.num_continued]
-        values = jnp.where((jnp.arange(tokens) < first)[:, None, None], values, started)
+    expanded = can_expand and expands(settings.backend, tokens, rank, plain + params.value_up.shape[1])
+    if takes_latent_products(settings.backend) and not expanded:
+        turns = rotation[0][:, 0, 0], rotation[1][:, 0, 1]
+        preparation = LatentPreparation(_NORM_EPSILON, params.latent_norm, turns)
+        where = pool, layer.index, rows, options, settings.backend
+        sums, pool = attend_to_latent(absorbed, query, down, preparation, *where)
+        values = linear_by_head(sums, params.value_up)
     else:
-        values, pool = _absorbed(query, row, params, batch, pool, layer, settings)
+        latent = rms_norm(down[:, -rank - rotated : -rotated], params.latent_norm, _NORM_EPSILON)
+        turned = rotate(jnp.concatenate([query[..., plain:], down[:, None, -rotated:]], axis=1), *rotation)
+        row = jnp.concatenate([latent[:, None], turned[:, heads:]], axis=2)
+        absorbed = jnp.concatenate([absorbed, turned[:, :heads]], axis=2)
+        if expanded:
+            pool = write_tokens(row, None, pool, layer.index, rows, settings.backend)
+            continued, row_or_none = dataclasses.replace(rows, num_seqs=batch.num_continued), None
+        else:
+            continued, row_or_none = rows, row
+        sums, pool = paged_attention(
+            absorbed, row_or_none, None, pool, layer.index, continued, options, settings.backend
+        )
+        values = linear_by_head(sums, params.value_up)
+        if expanded:
+            query = jnp.concatenate([query[..., :plain], turned[:, :heads]], axis=2)
+            started = _expanded(query, as_stored(row, pool, layer.index), params, batch, pool.page_size, settings)
+            first = batch.query_starts[batch.num_continued]
+            values = jnp.where((jnp.arange(tokens) < first)[:, None, None], values, started)
     output = params.output.reshape(params.output.shape[0], -1)
     return row_parallel(values.reshape(tokens, -1), output, None), replace_pool(kv, layer.group, pool)
-
-
-def _absorbed(
-    query: Float[Array, "tokens heads qk_head_dim"],
-    row: Float[Array, "tokens 1 row"] | None,
-    params: LatentAttentionParams,
-    batch: TokenBatch,
-    pool: PagedKV,
-    layer: KVLayer,
-    settings: AttentionSettings,
-) -> tuple[Float[Array, "tokens heads v_head_dim"], PagedKV]:
-    """Attend to the rows of the pool; without `row`, it has those of the batch's tokens already."""
-    assert settings.scale is not None
-    plain = params.key_up.shape[2]
-    absorbed = linear_by_head(query[..., :plain], params.key_up)
-    query = jnp.concatenate([absorbed, query[..., plain:]], axis=2)
-    rows, options = batch.rows(layer.group), AttentionOptions(settings.scale)
-    sums, pool = paged_attention(query, row, None, pool, layer.index, rows, options, settings.backend)
-    return linear_by_head(sums, params.value_up), pool
 
 
 def _expanded(

@@ -1,14 +1,21 @@
 """Attention over a paged KV cache: `paged_attention`, `qkv_attention` and the layout of its cache."""
 
 from pallas_kernels.dispatch import Backend, BackendName
-from pallas_kernels.paged_attention.api import as_stored, paged_attention, qkv_attention, write_tokens
-from pallas_kernels.paged_attention.arguments import AttentionOptions, Preparation, Rows
+from pallas_kernels.paged_attention.api import (
+    as_stored,
+    latent_attention,
+    paged_attention,
+    qkv_attention,
+    write_tokens,
+)
+from pallas_kernels.paged_attention.arguments import AttentionOptions, LatentPreparation, Preparation, Rows
 from pallas_kernels.paged_attention.backends import (
     BACKENDS,
     REFERENCE,
     addressable_pages,
     choose_backend,
     kv_platform,
+    takes_latent_products,
     takes_qkv,
 )
 from pallas_kernels.paged_attention.layout import KVLayout, PagedKV, kv_layout
@@ -24,6 +31,7 @@ __all__ = [
     "BackendName",
     "KVLayout",
     "KernelTarget",
+    "LatentPreparation",
     "PagedKV",
     "Preparation",
     "Problem",
@@ -35,9 +43,11 @@ __all__ = [
     "kv_layout",
     "kv_platform",
     "largest_float8",
+    "latent_attention",
     "paged_attention",
     "qkv_attention",
     "read_pages",
+    "takes_latent_products",
     "takes_qkv",
     "target_of",
     "write_pages",

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import Backend
-from pallas_kernels.paged_attention.arguments import AttentionOptions, Preparation, Rows
+from pallas_kernels.paged_attention.arguments import AttentionOptions, LatentPreparation, Preparation, Rows
 from pallas_kernels.paged_attention.backends import BACKENDS, REFERENCE
 from pallas_kernels.paged_attention.layout import PagedKV
 from pallas_kernels.paged_attention.write import as_pool_dtype, write_kv
@@ -90,4 +90,26 @@ def qkv_attention(
     module: Any = BACKENDS.module(backend.name)
     with jax.named_scope("paged_attention"):
         out, kv = module.qkv_attention(qkv, preparation, kv, layer, rows, options, backend)
+    return out, kv
+
+
+def latent_attention(
+    q_latent: Float[Array, "tokens heads value_dim"],
+    q: Float[Array, "tokens heads query_dim"],
+    down: Float[Array, "tokens width"],
+    preparation: LatentPreparation,
+    kv: PagedKV,
+    layer: int | Int[Array, ""],
+    rows: Rows,
+    options: AttentionOptions,
+    backend: Backend,
+) -> tuple[Float[Array, "tokens heads value_dim"], PagedKV]:
+    """Compute `paged_attention` over latent rows of the raw products of the projections, where a backend takes them.
+
+    A query is its `q_latent`, and the last numbers of its `q`, not rotated yet. A new row is the end of its `down`,
+    neither normalized nor rotated.
+    """
+    module: Any = BACKENDS.module(backend.name)
+    with jax.named_scope("paged_attention"):
+        out, kv = module.latent_attention(q_latent, q, down, preparation, kv, layer, rows, options, backend)
     return out, kv

@@ -111,3 +111,17 @@ class Preparation:
     query_scale: Float[Array, " tokens"] | None = None
     norm_values: bool = dataclasses.field(default=False, metadata={"static": True})
     keys_as_values: bool = dataclasses.field(default=False, metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LatentPreparation:
+    """The operations on the raw products of latent attention before `paged_attention`.
+
+    The value of a row is scaled to unit mean square (plus `eps`) and multiplied by `norm`. The other numbers of a row,
+    and as many of each query, are turned by `rotation`, cosines and sines in float32: of n, pair (i, i + n / 2).
+    """
+
+    eps: float = dataclasses.field(metadata={"static": True})
+    norm: Float[Array, " value_dim"]
+    rotation: tuple[Float[Array, "tokens half"], Float[Array, "tokens half"]]

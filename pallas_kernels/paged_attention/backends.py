@@ -18,7 +18,8 @@ REFERENCE = Backend(reason="the default of this function")
 class AttentionModule(Protocol):
     """The functions that every backend's module has.
 
-    Some also have `qkv_attention`, which takes the product of the projections as it is, and `addressable_pages`.
+    Some also have `qkv_attention` and `latent_attention`, which take the products of the projections as they are,
+    `write_tokens`, and `addressable_pages`.
     """
 
     def refusal(self, problem: Problem, target: KernelTarget) -> str | None:
@@ -63,6 +64,11 @@ def kv_platform(backend: Backend) -> str:
 def takes_qkv(backend: Backend) -> bool:
     """Return whether the backend has `qkv_attention`."""
     return backend.name in ("triton", "mosaic_gpu")
+
+
+def takes_latent_products(backend: Backend) -> bool:
+    """Return whether the backend has `latent_attention`."""
+    return backend.name == "triton"
 
 
 def addressable_pages(backend: Backend, layout: KVLayout, shards: int) -> int:

@@ -22,10 +22,12 @@ def tuned_blocks(target: KernelTarget, backend: str, kind: Kind, problem: Proble
 
 def facts(problem: Problem) -> dict[str, Any]:
     """Return the facts that block sizes depend on: of the numbers of heads, only how many share a KV head."""
+    of_latent_rows = {} if problem.value_dim is None else {"value_dim": problem.value_dim}
     return {
         "group": problem.heads // problem.kv_heads,
         "head_dim": problem.head_dim,
         "page_size": problem.page_size,
         "dtype": str(problem.dtype),
         "kv_dtype": str(problem.kv_dtype),
+        **of_latent_rows,
     }

@@ -31,6 +31,10 @@ from pallas_kernels.tuning import Kind
 
 # (query heads, KV heads, head size): Llama 8B and 70B, Qwen3 0.6B, Llama 1B and SmolLM2, Phi, Gemma.
 HEADS = ((32, 8, 128), (64, 8, 128), (16, 8, 128), (32, 8, 64), (9, 3, 64), (32, 32, 96), (8, 4, 256))
+# Query heads of a shard that share latent rows of 576 numbers, whose first 512 are the value: DeepSeek-V3, Kimi-K2, and
+# DeepSeek-V2-Lite, as many as DeepSeek-V3 on eight devices.
+LATENT_HEADS = (128, 64, 16)
+LATENT_ROW = (576, 512)
 PAGE_SIZES = (16, 64, 32, 128)
 
 
@@ -67,9 +71,12 @@ def tasks(backend: BackendName, target: KernelTarget, *, fp8: bool, tiny: bool) 
 def deployment_problems(*, fp8: bool) -> Iterator[Problem]:
     """Yield the grid: heads of common models on one shard, page sizes, bfloat16 with a KV cache of bfloat16 or fp8."""
     bf16 = jnp.dtype(jnp.bfloat16)
-    for (heads, kv_heads, head_dim), page_size in itertools.product(HEADS, PAGE_SIZES):
+    head_dim, value_dim = LATENT_ROW
+    heads: list[tuple[int, int, int, int | None]] = [(*of_model, None) for of_model in HEADS]
+    heads += [(count, 1, head_dim, value_dim) for count in LATENT_HEADS]
+    for (count, kv_heads, size, value), page_size in itertools.product(heads, PAGE_SIZES):
         for kv_dtype in (bf16, jnp.dtype(jnp.float8_e4m3fn)) if fp8 else (bf16,):
-            yield Problem(heads, kv_heads, head_dim, page_size, bf16, kv_dtype)
+            yield Problem(count, kv_heads, size, page_size, bf16, kv_dtype, value)
 
 
 def tiny_problems() -> list[Problem]:
@@ -99,6 +106,7 @@ def make_step(backend: Backend, problem: Problem, workload: Workload) -> tuple[C
         head_dim=problem.head_dim,
         dtype=problem.kv_dtype,
         platform=kv_platform(backend),
+        value_dim=problem.value_dim,
     )
     fp8 = problem.kv_dtype == jnp.float8_e4m3fn
     scales = jnp.full((2, 1, problem.kv_heads), 0.02, jnp.float32) if fp8 else None
@@ -116,9 +124,10 @@ def make_step(backend: Backend, problem: Problem, workload: Workload) -> tuple[C
     options = AttentionOptions(problem.head_dim**-0.5)
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def step(kv: PagedKV, q: jax.Array, k: jax.Array, v: jax.Array, rows: Rows) -> tuple[PagedKV, jax.Array]:
+    def step(kv: PagedKV, q: jax.Array, k: jax.Array, v: jax.Array | None, rows: Rows) -> tuple[PagedKV, jax.Array]:
         out, kv = paged_attention(q, k, v, kv, 0, rows, options, backend)
         return kv, out
 
-    new_tokens = normal(problem.heads), normal(problem.kv_heads), normal(problem.kv_heads)
+    values = normal(problem.kv_heads) if problem.value_dim is None else None
+    new_tokens = normal(problem.heads), normal(problem.kv_heads), values
     return lambda kv: step(kv, *new_tokens, rows)[0], kv

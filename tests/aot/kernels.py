@@ -50,9 +50,9 @@ def compile_attention(
     sinks: bool = False,
     decode_only: bool = False,
     max_queries: int | None = None,
+    chunks_only: bool = False,
     reuses: bool = False,
     value_dim: int | None = None,
-    chunks_only: bool = False,
     compiler_options: dict[str, Any] | None = None,
 ) -> Any:
     """Return the compiled attention of one layer over a pool of `POOL_BYTES`, which is donated.
@@ -60,7 +60,8 @@ def compile_attention(
     With `reuses`, a second layer reads the keys and values of the first one, and a third one writes its own. With
     `value_dim`, the pool has latent rows.
     """
-    problem = Problem(heads, kv_heads, head_dim, page_size, jnp.dtype(dtype), jnp.dtype(kv_dtype or dtype), value_dim)
+    dtypes = jnp.dtype(dtype), jnp.dtype(kv_dtype or dtype)
+    problem = Problem(heads, kv_heads, head_dim, page_size, *dtypes, value_dim)
     backend = choose_backend(target_of(mesh.devices.flat[0]), problem, backend_name)
 
     def struct(*shape: int, dtype: Any = np.int32) -> jax.ShapeDtypeStruct:
@@ -69,8 +70,7 @@ def compile_attention(
     def attention(kv: PagedKV, sinks: jax.Array | None, *arrays: Any) -> Any:
         q, k, v, *where = arrays
         options = AttentionOptions(head_dim**-0.5, window, cap, sinks)
-        promises = {"decode_only": decode_only, "max_queries": max_queries, "chunks_only": chunks_only}
-        of_rows = Rows(*where, **promises)
+        of_rows = Rows(*where, decode_only=decode_only, max_queries=max_queries, chunks_only=chunks_only)
         attend = functools.partial(paged_attention, rows=of_rows, options=options, backend=backend)
         q, kv = attend(q, k, v, kv, 1)
         if reuses:
@@ -78,8 +78,9 @@ def compile_attention(
             q, kv = attend(q, q[:, :kv_heads], q[:, :kv_heads], kv, 0)
         return q, kv
 
-    sizes = {"num_layers": LAYERS, "page_size": page_size, "num_kv_heads": kv_heads, "head_dim": head_dim}
-    form = {"dtype": problem.kv_dtype, "platform": kv_platform(backend), "value_dim": value_dim}
+    heads_of = {"num_kv_heads": kv_heads, "head_dim": head_dim, "value_dim": value_dim}
+    sizes = {"num_layers": LAYERS, "page_size": page_size, **heads_of}
+    form = {"dtype": problem.kv_dtype, "platform": kv_platform(backend)}
     page = kv_layout(**sizes, **form, num_pages=1).nbytes
     layout = kv_layout(**sizes, **form, num_pages=POOL_BYTES // page)
     pools = (struct(*shape, dtype=layout.dtype) for shape in (layout.shape, layout.values_shape))

@@ -147,7 +147,7 @@ def advance_tiles(
         columns = range(first, min(first + WIDE, facts.vectors))
         for number, column in zip(tiles.SUMS, columns):
             tiles.load(number, f.at(states, 64 * column), state_bytes(facts))
-        _multiply(f, tiles, (scratch.weights, BLOCK * 2), (scratch.values, facts.head_dim * 4), BLOCK // 2, columns)
+        _multiply(f, tiles, (scratch.weights, BLOCK * 2), (scratch.values, facts.value_width * 4), BLOCK // 2, columns)
         for number, column in zip(tiles.SUMS, columns):
             tiles.store(number, f.at(states, 64 * column), state_bytes(facts))
 

@@ -41,6 +41,8 @@ CHUNK = 512
 """Tokens that are summed separately, so that threads can share a long row."""
 STRIP = 6
 """The most rows that are computed together without tile registers. AVX-512 has registers for their sums."""
+LINE = 64
+"""Bytes of a cache line."""
 Prefetch = Callable[[Value, Value, int], None]
 # The peak of a row that saw no token: below any logit, but far above masked ones, whose weights so become 0.
 _UNSEEN = MASKED / 10
@@ -128,20 +130,20 @@ def store_query(f: Function, scratch: BlockScratch, source: Value | None, to: Va
 
 def state_bytes(facts: CpuAttention) -> int:
     """Return the size of a row's running softmax: its sums, its peak in every lane, and its total lane by lane."""
-    return (facts.head_dim + 2 * LANES) * 4
+    return (facts.value_width + 2 * LANES) * 4
 
 
 def reset_state(f: Function, state: Value, facts: CpuAttention) -> None:
     """Store the state of a row that has seen no token."""
     for i in range(facts.vectors):
         f.store(zero(f), state, 64 * i)
-    f.store(f.constant(VECTOR, _UNSEEN), state, 4 * facts.head_dim)
-    f.store(zero(f), state, 4 * facts.head_dim + 64)
+    f.store(f.constant(VECTOR, _UNSEEN), state, 4 * facts.value_width)
+    f.store(zero(f), state, 4 * facts.value_width + 64)
 
 
 def merge_state(f: Function, state: Value, later: Value, facts: CpuAttention) -> None:
     """Merge the state of a row's next chunk into its state."""
-    peak_at, total_at = 4 * facts.head_dim, 4 * facts.head_dim + 64
+    peak_at, total_at = 4 * facts.value_width, 4 * facts.value_width + 64
     old, new = (f.load(VECTOR, pointer, peak_at) for pointer in (state, later))
     peak = f.maximum(old, new)
     keep, share = (maths.exp(f, x - peak) for x in (old, new))
@@ -152,7 +154,7 @@ def merge_state(f: Function, state: Value, later: Value, facts: CpuAttention) ->
 
 def write_output(f: Function, state: Value, sink: Value, out: Value, facts: CpuAttention) -> None:
     """Normalize a row's sums and store its output; a sink adds its exponential to the denominator."""
-    peak, total = (f.load(VECTOR, state, 4 * facts.head_dim + at) for at in (0, 64))
+    peak, total = (f.load(VECTOR, state, 4 * facts.value_width + at) for at in (0, 64))
     total = maths.reduce_lanes(f, total, operator.add)
     share = f.constant(VECTOR, 1.0)
     if facts.sinks:
@@ -174,6 +176,18 @@ def find_tokens(f: Function, scratch: BlockScratch, at: Value, end: Value) -> No
     f.loop((end - at + (LANES - 1)) // LANES, group, start=first_seen(f, scratch, at) // LANES)
 
 
+def prefetch_of(f: Function, facts: CpuAttention, ahead: Value, cache: int) -> Prefetch:
+    """Return what `advance` calls for parts of the block whose groups of 16 tokens have the offsets `ahead`."""
+
+    def prefetch(pool: Value, first: Value, nbytes: int) -> None:
+        group_bytes = LANES * facts.kv_row_bytes
+        offset = f.load(I64, ahead, first // group_bytes * 8) + first % group_bytes
+        for line in range(0, nbytes, LINE):
+            f.prefetch(f.at(pool, offset + line), cache)
+
+    return prefetch
+
+
 def lay_out_keys(f: Function, scratch: BlockScratch, at: Value, end: Value) -> None:
     """Lay out the keys of tokens `at` to `end` for the product with queries; call `find_tokens` before."""
     facts, shared = scratch.facts, scratch.shared
@@ -191,7 +205,7 @@ def lay_out_values(f: Function, scratch: BlockScratch, at: Value, end: Value, pr
     See `advance` for `prefetch`.
     """
     facts, shared = scratch.facts, scratch.shared
-    row_bytes = facts.head_dim * 4
+    row_bytes = facts.value_width * 4
 
     def step(k: Value, masked: bool) -> Sequence[Value]:
         for i, column in enumerate(value_vectors(f, scratch, at, end, k, range(facts.vectors), masked)):
@@ -300,12 +314,12 @@ def softmax_weights(
             mask = mask & (position > splat(f, query_position - facts.window))
         seen.append(mask)
     logits = [f.select(mask, capped(f, x, facts), MASKED) for mask, x in zip(seen, logits, strict=True)]
-    old, total = (f.load(VECTOR, state, 4 * facts.head_dim + at) for at in (0, 64))
+    old, total = (f.load(VECTOR, state, 4 * facts.value_width + at) for at in (0, 64))
     high = f.maximum(f.maximum(logits[0], logits[1]), f.maximum(logits[2], logits[3]))
     peak = f.maximum(old, maths.reduce_lanes(f, high, f.maximum))
     keep = maths.exp(f, old - peak)
     shares = [maths.exp(f, x - peak) for x in logits]
     total = f.fma(total, keep, (shares[0] + shares[1]) + (shares[2] + shares[3]))
-    f.store(peak, state, 4 * facts.head_dim)
-    f.store(total, state, 4 * facts.head_dim + 64)
+    f.store(peak, state, 4 * facts.value_width)
+    f.store(total, state, 4 * facts.value_width + 64)
     return keep, shares

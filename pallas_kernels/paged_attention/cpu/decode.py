@@ -22,6 +22,7 @@ from pallas_kernels.paged_attention.cpu.advance import (
 from pallas_kernels.paged_attention.cpu.blocks import (
     BLOCK,
     CHUNK,
+    LINE,
     Prefetch,
     find_tokens,
     lay_out_keys,
@@ -29,6 +30,7 @@ from pallas_kernels.paged_attention.cpu.blocks import (
     make_scratch,
     merge_state,
     most_rows,
+    prefetch_of,
     query_bytes,
     reset_state,
     state_bytes,
@@ -44,7 +46,6 @@ from pallas_kernels.paged_attention.cpu.tiles import (
     token_offset,
 )
 
-_LINE = 64
 _GROUPS = BLOCK // LANES
 
 
@@ -145,12 +146,7 @@ def decode(f: Function, item: Value, shared: SharedOperands, facts: CpuAttention
 
             f.loop(_GROUPS, find_next)
 
-            def prefetch(pool: Value, first: Value, nbytes: int) -> None:
-                group_bytes = LANES * facts.kv_row_bytes
-                offset = f.load(I64, ahead, first // group_bytes * 8) + first % group_bytes
-                for line in range(0, nbytes, _LINE):
-                    f.prefetch(f.at(pool, offset + line), cache)
-
+            prefetch = prefetch_of(f, facts, ahead, cache)
             find_tokens(f, own, at, stop)
 
             def attend_strip(s: Value, prefetch_next: Prefetch | None = None) -> None:
@@ -257,7 +253,7 @@ def _fetch(
         def fetch_token(i: Value) -> None:
             for pool in (shared.keys, shared.values):
                 token = f.at(pool, offset + i * facts.kv_row_bytes)
-                for line in range(0, facts.kv_row_bytes, _LINE):
+                for line in range(0, facts.kv_row_bytes, LINE):
                     f.prefetch(f.at(token, line), cache)
 
         f.loop(LANES, fetch_token)

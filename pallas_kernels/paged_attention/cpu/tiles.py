@@ -22,7 +22,9 @@ TASK_BYTES = 32
 class CpuAttention:
     """The static facts of a call, which `writes` new tokens or only reads. Dtypes are numpy's names.
 
-    With `max_queries`, which implies `decode_only`, decode's code computes rows of up to this many queries.
+    With `max_queries`, which implies `decode_only`, decode's code computes rows of up to this many queries. Rows before
+    the chunks are left out with `chunks_only`. With `value_dim` the pool has latent rows, whose code is the same for
+    all rows of the batch.
     """
 
     group: int
@@ -37,18 +39,30 @@ class CpuAttention:
     decode_only: bool
     max_queries: int | None
     writes: bool
+    value_dim: int | None
+    chunks_only: bool
 
     @property
     def name(self) -> str:
         """A name that is unique for these facts."""
-        kind = "decode" if self.decode_only else "mixed"
+        kind = "decode" if self.decode_only else "mixed" if self.value_dim is None else "latent"
         digest = hashlib.sha256(repr(dataclasses.astuple(self)).encode()).hexdigest()[:16]
         return f"llvm_paged_attention_{kind}_{self.group}x{self.head_dim}_{digest}"
 
     @property
+    def value_width(self) -> int:
+        """Numbers of a value, and of a head's output."""
+        return self.head_dim if self.value_dim is None else self.value_dim
+
+    @property
     def vectors(self) -> int:
-        """Vectors of a head."""
-        return self.head_dim // LANES
+        """Vectors of a value."""
+        return self.value_width // LANES
+
+    @property
+    def num_pools(self) -> int:
+        """Arrays that have pages."""
+        return 2 if self.value_dim is None else 1
 
     @property
     def q_bytes(self) -> int:
@@ -69,9 +83,9 @@ class CpuAttention:
 class SharedOperands(NamedTuple):
     """The pointers and integers that all work items share.
 
-    `entries` is the number of the pool's pages of one head, `first_entry` the layer's first. `tasks` describes the
-    items. `counters` and `partials` are the chunk counts and states that items of one row exchange. A chunk of a decode
-    is `head_shares` items, of equal parts of the KV heads.
+    `values` are `keys` if the pool has latent rows. `entries` is the number of the pool's pages of one head,
+    `first_entry` the layer's first. `tasks` describes the items. `counters` and `partials` are the chunk counts and
+    states that items of one row exchange. A chunk of a decode is `head_shares` items, of equal parts of the KV heads.
     """
 
     q: Value

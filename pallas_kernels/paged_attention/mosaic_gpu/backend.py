@@ -118,16 +118,21 @@ def _attend(
         )
 
     most = min(tokens, page_table.shape[0])
-    sizes = tuned_blocks(target, "mosaic_gpu", "decode", problem) or _decode_sizes(problem)
-    splits = _splits(most * kv_heads, page_table.shape[1] * kv.page_size // sizes["block"], interpret=interpret)
-    out = decode(q[:most], kv, layer, page_table, decodes, sinks, attention(sizes), splits)
-    if not rows.has_chunks:
-        return out
+    out = None
+    if not rows.chunks_only:
+        sizes = tuned_blocks(target, "mosaic_gpu", "decode", problem) or _decode_sizes(problem)
+        splits = _splits(most * kv_heads, page_table.shape[1] * kv.page_size // sizes["block"], interpret=interpret)
+        out = decode(q[:most], kv, layer, page_table, decodes, sinks, attention(sizes), splits)
+        if not rows.has_chunks:
+            return out
     sizes = tuned_blocks(target, "mosaic_gpu", "prefill", problem) or _prefill_sizes(
         problem, masked=options.window is not None or options.soft_cap is not None
     )
-    out = jnp.pad(out, ((0, tokens - most), (0, 0), (0, 0)))
+    if out is not None:
+        out = jnp.pad(out, ((0, tokens - most), (0, 0), (0, 0)))
     chunks = prefill(q, kv, layer, rows, sinks, attention(sizes))
+    if out is None:
+        return chunks
     return jnp.where((jnp.arange(tokens) < rows.num_decodes)[:, None, None], out, chunks)
 
 

@@ -1,8 +1,8 @@
 """The Triton backend: NVIDIA GPUs from Ampere on, by Pallas' Triton lowering.
 
 It has a kernel that writes new tokens, a decode kernel and, for programs with prefill chunks, a prefill kernel. This
-module decides what they support and with which block sizes they run; the kernels are in `qkv.py`, `write.py`,
-`decode.py` and `prefill.py`.
+module decides what they support and with which block sizes they run, `latent_sizes.py` for latent rows; the kernels are
+in `qkv.py`, `write.py`, `latent_write.py`, `decode.py` and `prefill.py`.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import Backend
-from pallas_kernels.paged_attention.arguments import AttentionOptions, Preparation, Rows
+from pallas_kernels.paged_attention.arguments import AttentionOptions, LatentPreparation, Preparation, Rows
 from pallas_kernels.paged_attention.layout import KVLayout, PagedKV
 from pallas_kernels.paged_attention.problem import Problem, is_float8
+from pallas_kernels.paged_attention.triton import latent_sizes
 from pallas_kernels.paged_attention.triton.decode import MIN_ROWS, DecodeBlocks, decode
+from pallas_kernels.paged_attention.triton.latent_write import write_latent
 from pallas_kernels.paged_attention.triton.prefill import PrefillBlocks, prefill
 from pallas_kernels.paged_attention.triton.qkv import write_qkv
 from pallas_kernels.paged_attention.triton.tiles import PoolRefs, TritonAttention, flat
@@ -47,9 +49,7 @@ _PARTIAL_BYTES = 32 * 2**20
 
 
 def refusal(problem: Problem, target: KernelTarget) -> str | None:
-    """Return what isn't supported (dtype, head size, ratio of heads or page size), or None."""
-    if problem.value_dim is not None:
-        return "triton has no kernel for latent rows"
+    """Return what isn't supported (dtype, size of heads or rows, number of heads, page size), or None."""
     if problem.dtype.name not in DTYPES:
         return f"triton computes in {', '.join(DTYPES)}, not in {problem.dtype.name}"
     if problem.kv_dtype == jnp.float8_e4m3fn:
@@ -60,12 +60,19 @@ def refusal(problem: Problem, target: KernelTarget) -> str | None:
             )
     elif not is_float8(problem.kv_dtype) and problem.kv_dtype.name not in DTYPES:
         return f"triton reads KV caches of {', '.join(DTYPES)} and fp8, not of {problem.kv_dtype.name}"
+    if why := _refused_heads(problem) if problem.value_dim is None else latent_sizes.refusal(problem):
+        return why
+    if problem.page_size & (problem.page_size - 1):
+        return f"triton takes pages whose size is a power of two, not of {problem.page_size} tokens"
+    return None
+
+
+def _refused_heads(problem: Problem) -> str | None:
+    """Return why heads of this size or number aren't supported, or None."""
     if not 16 <= problem.head_dim <= 512 or problem.head_dim % 8:
         return f"triton takes heads of 16 to 512 in steps of 8, not of {problem.head_dim}"
     if problem.heads % problem.kv_heads or problem.heads // problem.kv_heads > MAX_GROUP:
         return f"triton takes up to {MAX_GROUP} query heads a KV head, not {problem.heads} for {problem.kv_heads}"
-    if problem.page_size & (problem.page_size - 1):
-        return f"triton takes pages whose size is a power of two, not of {problem.page_size} tokens"
     return None
 
 
@@ -78,15 +85,30 @@ def paged_attention(
     rows: Rows,
     options: AttentionOptions,
     backend: Backend,
-) -> tuple[Float[Array, "tokens heads head_dim"], PagedKV]:
+) -> tuple[Float[Array, "tokens heads value_dim"], PagedKV]:
     """Compute `api.paged_attention`."""
-    if k is None or v is None:
-        arrivals = jnp.zeros((len(q), kv.num_kv_heads), jnp.int32)
+    attention = _decode_facts((q,), kv, rows, options, backend)
+    if k is None:
+        arrivals = jnp.zeros((len(q), attention.kv_heads), jnp.int32)
     else:
-        attention = _facts(kv, q.shape[1], options, backend)
         slots = rows.slots(len(q), kv.page_size)
         kv, arrivals = write(k, v, kv, jnp.full((1,), layer, jnp.int32), slots, attention)
-    return _attend(q, arrivals, kv, layer, rows, options, backend)
+    return _attend((q,), arrivals, kv, layer, rows, options, backend)
+
+
+def write_tokens(
+    k: Float[Array, "tokens kv_heads head_dim"],
+    v: Float[Array, "tokens kv_heads head_dim"] | None,
+    kv: PagedKV,
+    layer: int | Int[Array, ""],
+    rows: Rows,
+    backend: Backend,
+) -> PagedKV:
+    """Compute `api.write_tokens`."""
+    attention = _facts(kv, _problem((k,), kv), 1, AttentionOptions(1.0), backend)
+    slots = rows.slots(len(k), kv.page_size)
+    kv, _ = write(k, v, kv, jnp.full((1,), layer, jnp.int32), slots, attention)
+    return kv
 
 
 def qkv_attention(
@@ -101,15 +123,50 @@ def qkv_attention(
     """Compute `api.qkv_attention`."""
     slots = rows.slots(len(qkv), kv.page_size)
     q, kv, arrivals = write_qkv(qkv, preparation, kv, layer, slots, interpret=backend.interpret)
-    return _attend(q, arrivals, kv, layer, rows, options, backend)
+    return _attend((q,), arrivals, kv, layer, rows, options, backend)
 
 
-def _facts(kv: PagedKV, heads: int, options: AttentionOptions, backend: Backend) -> TritonAttention:
+def latent_attention(
+    q_latent: Float[Array, "tokens heads value_dim"],
+    q: Float[Array, "tokens heads query_dim"],
+    down: Float[Array, "tokens width"],
+    preparation: LatentPreparation,
+    kv: PagedKV,
+    layer: int | Int[Array, ""],
+    rows: Rows,
+    options: AttentionOptions,
+    backend: Backend,
+) -> tuple[Float[Array, "tokens heads value_dim"], PagedKV]:
+    """Compute `api.latent_attention`."""
+    items = _decode_facts((q_latent,), kv, rows, options, backend).kv_heads
+    slots = rows.slots(len(q), kv.page_size)
+    rotated, kv, arrivals = write_latent(down, q, preparation, kv, layer, slots, items, interpret=backend.interpret)
+    return _attend((q_latent, rotated), arrivals, kv, layer, rows, options, backend)
+
+
+def _problem(q: tuple[Float[Array, "tokens heads numbers"], ...], kv: PagedKV) -> Problem:
+    _, heads, _ = q[0].shape
+    return Problem(heads, kv.num_kv_heads, kv.keys.shape[3], kv.page_size, q[0].dtype, kv.keys.dtype, kv.value_dim)
+
+
+def _decode_facts(
+    q: tuple[Float[Array, "tokens heads numbers"], ...],
+    kv: PagedKV,
+    rows: Rows,
+    options: AttentionOptions,
+    backend: Backend,
+) -> TritonAttention:
+    problem = _problem(q, kv)
+    return _facts(kv, problem, _decode_group(problem, backend.target, rows.max_queries or 1), options, backend)
+
+
+def _facts(kv: PagedKV, problem: Problem, group: int, options: AttentionOptions, backend: Backend) -> TritonAttention:
+    """Return the facts of kernels whose items have `group` query heads."""
     _check_addressable(kv)
-    kv_heads, entries, page_size, head_dim = kv.keys.shape
+    _, entries, page_size, head_dim = kv.keys.shape
     return TritonAttention(
-        kv_heads,
-        heads // kv_heads,
+        problem.heads // group,
+        group,
         head_dim,
         page_size,
         kv.num_pages,
@@ -118,29 +175,33 @@ def _facts(kv: PagedKV, heads: int, options: AttentionOptions, backend: Backend)
         options.window,
         options.soft_cap,
         backend.interpret,
+        kv.value_dim,
     )
 
 
 def _attend(
-    q: Float[Array, "tokens heads head_dim"],
-    arrivals: Int[Array, "tokens kv_heads"],
+    q: tuple[Float[Array, "tokens heads numbers"], ...],
+    arrivals: Int[Array, "tokens items"],
     kv: PagedKV,
     layer: int | Int[Array, ""],
     rows: Rows,
     options: AttentionOptions,
     backend: Backend,
-) -> tuple[Float[Array, "tokens heads head_dim"], PagedKV]:
+) -> tuple[Float[Array, "tokens heads value_dim"], PagedKV]:
     """Attend to tokens that are all in the pool."""
-    tokens, heads, head_dim = q.shape
-    attention, decodes = _facts(kv, heads, options, backend), rows.decodes(tokens)
-    problem = Problem(heads, attention.kv_heads, head_dim, kv.page_size, q.dtype, kv.keys.dtype)
-    layers = jnp.full((1,), layer, jnp.int32)
-    pool = PoolRefs(flat(kv.keys), flat(kv.values), kv.scales, layers, rows.page_table)
-    count = min(tokens, len(decodes.kv_lens))
-    blocks = decode_blocks_for(problem, backend.target, rows=count, queries=rows.max_queries or 1)
-    out = decode(q, arrivals, pool, decodes, options.sinks, attention, blocks)
-    if rows.has_chunks:
-        tiles = prefill_blocks_for(problem, backend.target)
+    problem, target, tokens = _problem(q, kv), backend.target, len(q[0])
+    decodes = None if rows.chunks_only else rows.decodes(tokens)
+    layers, pools = jnp.full((1,), layer, jnp.int32), [flat(pool) for pool in kv.pools]
+    pool = PoolRefs(pools[0], None if kv.value_dim is not None else pools[1], kv.scales, layers, rows.page_table)
+    out = None
+    if decodes is not None:
+        attention = _decode_facts(q, kv, rows, options, backend)
+        count = min(tokens, len(decodes.kv_lens))
+        blocks = decode_blocks_for(problem, target, rows=count, queries=rows.max_queries or 1)
+        out = decode(q, arrivals, pool, decodes, options.sinks, attention, blocks)
+    if out is None or rows.has_chunks:
+        tiles = prefill_blocks_for(problem, target)
+        attention = _facts(kv, problem, _prefill_group(problem, tiles.block_q), options, backend)
         out = prefill(q, out, pool, rows, options.sinks, attention, tiles)
     return out, kv
 
@@ -150,27 +211,66 @@ def decode_blocks_for(problem: Problem, target: KernelTarget, *, rows: int, quer
 
     Rows are queries, of which up to `queries` are consecutive ones of a sequence.
     """
-    group = problem.heads // problem.kv_heads
-    queries = max(1, min(queries, _packed_rows(problem, target) // group))
-    sizes = tuned_blocks(target, "triton", "decode", problem) or _decode_sizes(problem, target)
-    tile = 2 * sizes["block_kv"] * pl.next_power_of_2(problem.head_dim) * problem.kv_dtype.itemsize
+    group, sizes = _decode_group(problem, target, queries), dict(_decode_blocks(problem, target, queries))
+    packed = sizes.pop("block_rows", None) or _packed_rows(problem, target)
+    queries = max(1, min(queries, packed // group))
+    tile = sizes["block_kv"] * sum(_tile_lanes(problem)) * problem.kv_dtype.itemsize
     # Half of the stages hold page ids.
     shared = (sizes["num_stages"] - 1) // 2 * tile + _DECODE_SHARED_KIB * 1024
+    if problem.value_dim is not None:
+        shared += packed * sum(_tile_lanes(problem)) * problem.dtype.itemsize
     programs = _programs(problem, target, sizes["num_warps"], shared, large=queries * group > MIN_ROWS)
-    splits = min(_MAX_SPLITS, pl.cdiv(programs, pl.cdiv(rows, queries) * problem.kv_heads))
-    room = _PARTIAL_BYTES // (rows * problem.heads * problem.head_dim * 4)
+    splits = min(_MAX_SPLITS, pl.cdiv(programs, pl.cdiv(rows, queries) * (problem.heads // group)))
+    room = _PARTIAL_BYTES // (rows * problem.heads * (problem.value_dim or problem.head_dim) * 4)
     most = max(splits, min(room, _MAX_SPLITS))
     return DecodeBlocks(splits=splits, most_splits=most, programs=programs, queries=queries, **sizes)
 
 
 def prefill_blocks_for(problem: Problem, target: KernelTarget) -> PrefillBlocks:
     """Return tuned block sizes or those of the rule."""
-    sizes = tuned_blocks(target, "triton", "prefill", problem) or _prefill_sizes(problem, target)
-    lanes, loaded = pl.next_power_of_2(problem.head_dim), (sizes["num_stages"] - 1) // 2 * 2 * sizes["block_kv"]
-    shared = lanes * (sizes["block_q"] * problem.dtype.itemsize + loaded * problem.kv_dtype.itemsize)
+    rule = _prefill_sizes if problem.value_dim is None else latent_sizes.prefill_sizes
+    sizes = tuned_blocks(target, "triton", "prefill", problem) or rule(problem, target)
+    lanes, loaded = sum(_tile_lanes(problem)), (sizes["num_stages"] - 1) // 2 * sizes["block_kv"]
+    of_queries = lanes // 2 if problem.value_dim is None else lanes
+    shared = of_queries * sizes["block_q"] * problem.dtype.itemsize + lanes * loaded * problem.kv_dtype.itemsize
     # Besides the sums of wide heads, registers hold queries, or the masks of lanes and rows that only fill a tile.
-    masks_all = problem.head_dim > 128 and (_is_padded(problem) or _queries_in_registers(target))
+    wide = problem.head_dim > 128 and (_is_padded(problem) or _queries_in_registers(target))
+    masks_all = wide or problem.value_dim is not None
     return PrefillBlocks(masks_all=masks_all, programs=_programs(problem, target, sizes["num_warps"], shared), **sizes)
+
+
+def _decode_blocks(problem: Problem, target: KernelTarget, queries: int) -> dict[str, int]:
+    """Return tuned block sizes or those of the rule; for latent rows also `block_rows`, the rows of a tile of queries.
+
+    `queries` is the most that a sequence has.
+    """
+    if tuned := tuned_blocks(target, "triton", "decode", problem):
+        return tuned
+    if problem.value_dim is None:
+        return _decode_sizes(problem, target)
+    return latent_sizes.decode_sizes(problem, target, queries)
+
+
+def _decode_group(problem: Problem, target: KernelTarget, queries: int) -> int:
+    """Return how many heads an item of decode has."""
+    if problem.value_dim is None:
+        return problem.heads // problem.kv_heads
+    return latent_sizes.group_of(problem.heads, _decode_blocks(problem, target, queries)["block_rows"])
+
+
+def _prefill_group(problem: Problem, block_q: int) -> int:
+    """Return how many heads an item of prefill has."""
+    if problem.value_dim is None:
+        return problem.heads // problem.kv_heads
+    return latent_sizes.group_of(problem.heads, block_q)
+
+
+def _tile_lanes(problem: Problem) -> tuple[int, int]:
+    """Return the lanes of a token's tiles: of its key and value, or of a latent row's value and other numbers."""
+    first, second = problem.head_dim, problem.head_dim
+    if problem.value_dim is not None:
+        first, second = problem.value_dim, problem.head_dim - problem.value_dim
+    return pl.next_power_of_2(first), pl.next_power_of_2(second)
 
 
 def _programs(problem: Problem, target: KernelTarget, num_warps: int, shared_bytes: int, *, large: bool = False) -> int:
@@ -183,6 +283,8 @@ def _programs(problem: Problem, target: KernelTarget, num_warps: int, shared_byt
 
 def candidates(kind: str, problem: Problem, target: KernelTarget) -> list[dict[str, int]]:
     """Return the block sizes to time for the tuned table; those that don't compile on the device are skipped."""
+    if problem.value_dim is not None:
+        return latent_sizes.candidates(kind, problem)
     block_qs, block_kvs = ((32, 64), (16, 32)) if problem.head_dim > 256 else ((64, 128), (32, 64, 128))
     if kind == "decode":
         return [

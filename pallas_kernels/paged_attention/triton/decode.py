@@ -4,6 +4,10 @@ A program takes all query heads of a KV head, so that keys and values are read o
 depends on its own length alone, and they are combined in order, so a row's sums are the same whatever other rows there
 are.
 
+Heads that share latent rows are more than a program has registers for, so they are several items. These are neighbours
+in the work list and computed at the same time: one brings the rows from device memory, the others find them in the L2
+cache.
+
 Rows may also be consecutive queries of one sequence. Queries that are split alike are packed into one tile, which reads
 keys and values once for all of them. Tokens that a query doesn't see add nothing, so its sums are the same as alone.
 """
@@ -24,6 +28,7 @@ from pallas_kernels.paged_attention.arguments import DecodeRows
 from pallas_kernels.paged_attention.triton.tiles import (
     LOG2E,
     MASKED,
+    HeadSpan,
     PoolRefs,
     Ref,
     SoftmaxState,
@@ -31,6 +36,8 @@ from pallas_kernels.paged_attention.triton.tiles import (
     advance,
     empty_softmax,
     kv_scale,
+    load_kv,
+    load_queries,
     load_rows,
     pool_rows,
     store_rows,
@@ -42,6 +49,8 @@ MIN_ROWS = 16
 
 # The fewest tokens of a split, and the most, unless a row would have more than `most_splits`.
 _FEWEST_TOKENS, _MOST_TOKENS = 128, 2048
+# Partial sums of latent rows, of 512 numbers a head, take longer to store and combine.
+_FEWEST_LATENT_TOKENS = 256
 
 
 class DecodeBlocks(NamedTuple):
@@ -71,7 +80,7 @@ class _DecodeInputs(NamedTuple):
     work: WorkList
     kv_lens: Ref
     packs: _Packs | None
-    q: Ref
+    q: tuple[Ref, ...]
     sinks: Ref | None
 
 
@@ -83,19 +92,21 @@ class _SplitOutputs(NamedTuple):
 
 
 def decode(
-    q: Float[Array, "tokens heads head_dim"],
+    q: tuple[Float[Array, "tokens heads numbers"], ...],
     arrivals: Int[Array, "tokens kv_heads"],
     pool: PoolRefs,
     rows: DecodeRows,
     sinks: Array | None,
     attention: TritonAttention,
     blocks: DecodeBlocks,
-) -> Float[Array, "tokens heads head_dim"]:
+) -> Float[Array, "tokens heads value_dim"]:
     """Return the output of the first `num_decodes` rows; the output of other tokens is not written.
 
+    `q` is one array; or two, of which the second has the numbers of the last tile of a key.
     `arrivals`, which counts finished splits, is zero and overwritten.
     """
-    tokens, heads, head_dim = q.shape
+    tokens, heads, _ = q[0].shape
+    value_dim = attention.output_dim
     kv_lens, num_decodes, table_rows = rows
     most = min(tokens, kv_lens.shape[0])
     lengths = kv_lens[:most]
@@ -114,10 +125,10 @@ def decode(
         functools.partial(_decode, attention=attention, blocks=blocks),
         grid=(programs,),
         out_shape=(
-            jax.ShapeDtypeStruct(q.shape, q.dtype),
+            jax.ShapeDtypeStruct((tokens, heads, value_dim), q[0].dtype),
             jax.ShapeDtypeStruct(arrivals.shape, arrivals.dtype),
             _SplitOutputs(
-                jax.ShapeDtypeStruct((most, heads, blocks.most_splits, head_dim), jnp.float32),
+                jax.ShapeDtypeStruct((most, heads, blocks.most_splits, value_dim), jnp.float32),
                 jax.ShapeDtypeStruct((most, heads, blocks.most_splits), jnp.float32),
             ),
         ),
@@ -148,7 +159,8 @@ def _tiles(length: Array, attention: TritonAttention, blocks: DecodeBlocks) -> t
     if attention.window is not None:
         first = lax.div(jnp.maximum(length - attention.window, 0), blocks.block_kv)
     tiles = end - first
-    fewest, most = (max(1, tokens // blocks.block_kv) for tokens in (_FEWEST_TOKENS, _MOST_TOKENS))
+    fewest_tokens = _FEWEST_TOKENS if attention.value_dim is None else _FEWEST_LATENT_TOKENS
+    fewest, most = (max(1, tokens // blocks.block_kv) for tokens in (fewest_tokens, _MOST_TOKENS))
     each = jnp.clip(pl.cdiv(tiles, blocks.splits), fewest, most)
     return first, end, jnp.maximum(each, pl.cdiv(tiles, blocks.most_splits))
 
@@ -175,23 +187,24 @@ def _decode(
         value_scale = kv_scale(pool, 1, kv_head)
         used = pl.cdiv(end - first, each)
 
-        def finish(state: SoftmaxState, factor: Array | float) -> None:
+        def finish(state: SoftmaxState, factor: Array | float, spans: tuple[HeadSpan, ...]) -> None:
             total = state.total
             if rows.sinks is not None:
                 sink = plgpu.load(rows.sinks.at[head], mask=live, other=0.0) * LOG2E
                 total = total + jnp.exp2(sink - state.peak)
-            store_rows(out, (token, head), state.out * (factor / total)[:, None], live, attention)
+            for part, span in zip(state.out, spans, strict=True):
+                store_rows(out, (token, head), part * (factor / total)[:, None], live, span)
 
         @pl.when(used <= 1)
         def store_whole() -> None:
-            finish(state, value_scale)
+            finish(state, value_scale, attention.values)
 
         @pl.when(used > 1)
         def store_part() -> None:
             # A packed query may see nothing of the last split.
             total = state.total if rows.packs is None else jnp.where(state.total > 0, state.total, 1.0)
-            done = state.out * (value_scale / total)[:, None]
-            store_rows(partial.out, (token, head, split), done, live, attention)
+            for part, span in zip(state.out, attention.values, strict=True):
+                store_rows(partial.out, (token, head, split), part * (value_scale / total)[:, None], live, span)
             plgpu.store(partial.lse.at[token, head, split], state.peak + jnp.log2(state.total), mask=live)
             # All threads have stored before one of them says so, by an atomic that releases and acquires.
             if not attention.interpret:
@@ -199,7 +212,8 @@ def _decode(
 
             @pl.when(plgpu.atomic_add(arrivals, (row, kv_head), jnp.int32(1)) == used - 1)
             def combine() -> None:
-                finish(_combined(partial, queries, used, attention), 1.0)
+                for span in attention.values:
+                    finish(_combined(partial, queries, used, span), 1.0, (span,))
 
     for_each_item(rows.work, attention.kv_heads, blocks.programs, compute)
 
@@ -247,19 +261,19 @@ def _queries(
     )
 
 
-def _combined(partial: _SplitOutputs, queries: _Queries, used: Array, attention: TritonAttention) -> SoftmaxState:
-    """Return the softmax over all splits of a row, each of which counts as one token."""
+def _combined(partial: _SplitOutputs, queries: _Queries, used: Array, span: HeadSpan) -> SoftmaxState:
+    """Return the softmax over all splits of a row, each of which counts as one token, with a span of its output."""
     token, head, live = queries.token, queries.head, queries.live
 
     def add(split: Array, state: SoftmaxState) -> SoftmaxState:
         lse = plgpu.load(partial.lse.at[token, head, split], mask=live, other=MASKED)
         peak = jnp.maximum(state.peak, lse)
         keep, weight = jnp.exp2(state.peak - peak), jnp.exp2(lse - peak)
-        part = load_rows(partial.out, (token, head, split), live, attention)
-        out = state.out * keep[:, None] + part * weight[:, None]
-        return SoftmaxState(out, peak, state.total * keep + weight)
+        part = load_rows(partial.out, (token, head, split), live, span)
+        out = state.out[0] * keep[:, None] + part * weight[:, None]
+        return SoftmaxState((out,), peak, state.total * keep + weight)
 
-    return lax.fori_loop(0, used, add, empty_softmax(head.shape[0], attention.lanes))
+    return lax.fori_loop(0, used, add, empty_softmax(head.shape[0], (span,)))
 
 
 def _attend(
@@ -273,7 +287,7 @@ def _attend(
     blocks: DecodeBlocks,
 ) -> SoftmaxState:
     """Return the softmax of the queries over tiles `[first, end)`."""
-    q = load_rows(rows.q, (queries.token, queries.head), queries.live, attention)
+    q = load_queries(rows.q, (queries.token, queries.head), queries.live, attention)
     low = 0 if attention.window is None else jnp.maximum(queries.first_past - attention.window, 0)
     key_scale = kv_scale(pool, 0, kv_head)
 
@@ -282,7 +296,7 @@ def _attend(
         seen = (position[None, :] >= queries.first_seen) & (position[None, :] < queries.past)
         # Tokens that no query sees may be NaN: others are read in their place.
         at = pool_rows(pool, queries.table_row, kv_head, jnp.clip(position, low, queries.length - 1), attention)
-        keys, values = (load_rows(array, (at,), None, attention) for array in (pool.keys, pool.values))
+        keys, values = load_kv(pool, at, attention)
         return advance(state, q, keys, values, seen, key_scale, attention)
 
-    return lax.fori_loop(first, end, body, empty_softmax(queries.head.shape[0], attention.lanes))
+    return lax.fori_loop(first, end, body, empty_softmax(queries.head.shape[0], attention.values))

@@ -26,7 +26,8 @@ from pallas_kernels.paged_attention.triton.tiles import (
     advance,
     empty_softmax,
     kv_scale,
-    load_rows,
+    load_kv,
+    load_queries,
     pool_rows,
     store_rows,
 )
@@ -50,32 +51,36 @@ class PrefillBlocks(NamedTuple):
 class _PrefillInputs(NamedTuple):
     query_starts: Ref
     kv_lens: Ref
-    q: Ref
+    q: tuple[Ref, ...]
     sinks: Ref | None
 
 
 def prefill(
-    q: Float[Array, "tokens heads head_dim"],
-    out: Float[Array, "tokens heads head_dim"],
+    q: tuple[Float[Array, "tokens heads numbers"], ...],
+    out: Float[Array, "tokens heads value_dim"] | None,
     pool: PoolRefs,
     rows: Rows,
     sinks: Array | None,
     attention: TritonAttention,
     blocks: PrefillBlocks,
-) -> Float[Array, "tokens heads head_dim"]:
-    """Return `out` with the output of rows `[num_decodes, num_seqs)` written into it."""
+) -> Float[Array, "tokens heads value_dim"]:
+    """Return `out` with the output of rows `[num_decodes, num_seqs)` written into it.
+
+    Without `out`, only their output is written. `q` is one array or two, as for `decode`.
+    """
     tile = blocks.block_q // attention.group
+    tokens, heads, _ = q[0].shape
     num_rows = rows.kv_lens.shape[0]
     row = jnp.arange(num_rows, dtype=jnp.int32)
     live = (row >= rows.num_decodes) & (row < rows.num_seqs)
     tiles = jnp.where(live, pl.cdiv(rows.query_starts[1:] - rows.query_starts[:-1], tile), 0)
-    work = work_list(tiles, rows.kv_lens, q.shape[0] // tile + min(num_rows, q.shape[0]))
+    work = work_list(tiles, rows.kv_lens, tokens // tile + min(num_rows, tokens))
     programs = num_programs(work, attention.kv_heads, blocks.programs, interpret=attention.interpret)
     return pl.pallas_call(
         functools.partial(_prefill, attention=attention, blocks=blocks, programs=programs),
         grid=(programs,),
-        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
-        input_output_aliases={0: 0},
+        out_shape=jax.ShapeDtypeStruct((tokens, heads, attention.output_dim), q[0].dtype),
+        input_output_aliases={} if out is None else {0: 0},
         compiler_params=plgpu.CompilerParams(num_warps=blocks.num_warps, num_stages=blocks.num_stages),
         interpret=attention.interpret,
         name="paged_attention_prefill",
@@ -83,7 +88,7 @@ def prefill(
 
 
 def _prefill(
-    _: Ref,
+    _: Ref | None,
     work: WorkList,
     rows: _PrefillInputs,
     pool: PoolRefs,
@@ -104,7 +109,7 @@ def _prefill(
         token = query_start + offset + lax.div(pair, group)
         head = kv_head * group + lax.rem(pair, group)
         live = (token < query_end) & (pair < queries * group)
-        q = load_rows(rows.q, (token, head), live, attention)
+        q = load_queries(rows.q, (token, head), live, attention)
         query_positions = length - query_end + token
         first_query = length - query_end + query_start + offset
         end = jnp.minimum(first_query + queries, length)
@@ -121,13 +126,13 @@ def _prefill(
                 # Tokens that no query sees may be NaN: others are read in their place.
                 position = jnp.clip(position, first_seen, end - 1)
             at = pool_rows(pool, row, kv_head, position, attention)
-            keys, values = (load_rows(array, (at,), None, attention) for array in (pool.keys, pool.values))
+            keys, values = load_kv(pool, at, attention)
             return advance(state, q, keys, values, seen, key_scale, attention)
 
         # Tiles that all queries see whole need no masks; with a window there are few of these.
         masks_all = window is not None or blocks.masks_all
         seen_by_all = lax.div(first_seen if masks_all else first_query + 1, block)
-        state = empty_softmax(blocks.block_q, attention.lanes)
+        state = empty_softmax(blocks.block_q, attention.values)
         if not masks_all:
             state = lax.fori_loop(0, seen_by_all, functools.partial(step, masked=False), state)
         state = lax.fori_loop(seen_by_all, pl.cdiv(end, block), functools.partial(step, masked=True), state)
@@ -136,7 +141,8 @@ def _prefill(
             sink = plgpu.load(rows.sinks.at[head], mask=live, other=0.0) * LOG2E
             total = total + jnp.exp2(sink - state.peak)
         # A pair that isn't live may have seen nothing, but it isn't written either.
-        done = state.out * (kv_scale(pool, 1, kv_head) / total)[:, None]
-        store_rows(out, (token, head), done, live, attention)
+        factor = kv_scale(pool, 1, kv_head) / total
+        for part, span in zip(state.out, attention.values, strict=True):
+            store_rows(out, (token, head), part * factor[:, None], live, span)
 
     for_each_item(work, attention.kv_heads, programs, compute)

@@ -1,4 +1,4 @@
-"""KV write on Triton: one kernel writes new keys and values into their pages in place."""
+"""KV write on Triton: one kernel writes new keys and values, or latent rows, into their pages in place."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ TOKENS = 16
 
 
 class _NewTokens(NamedTuple):
-    keys: Ref
-    values: Ref
+    rows: tuple[Ref, ...]
     slots: Ref
     scales: Ref | None
     layer: Ref
@@ -29,47 +28,48 @@ class _NewTokens(NamedTuple):
 
 def write(
     k: Float[Array, "tokens kv_heads head_dim"],
-    v: Float[Array, "tokens kv_heads head_dim"],
+    v: Float[Array, "tokens kv_heads head_dim"] | None,
     kv: PagedKV,
     layer: Int[Array, " 1"],
     slots: Int[Array, " tokens"],
     attention: TritonAttention,
-) -> tuple[PagedKV, Int[Array, "tokens kv_heads"]]:
+) -> tuple[PagedKV, Int[Array, "tokens items"]]:
     """Return the pool with each token in its slot of the layer, and zeros for decode, which save it another launch.
 
-    Tokens of negative slots are not written.
+    There is a zero for each KV head of `attention`. Tokens of negative slots are not written.
     """
-    pools = flat(kv.keys), flat(kv.values)
-    keys, values, zeros = pl.pallas_call(
+    pools, rows = tuple(flat(pool) for pool in kv.pools), (k,) if v is None else (k, v)
+    written, zeros = pl.pallas_call(
         functools.partial(_write, attention=attention),
-        grid=(attention.kv_heads, pl.cdiv(k.shape[0], TOKENS)),
+        grid=(k.shape[1], pl.cdiv(k.shape[0], TOKENS)),
         out_shape=(
-            *(jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in pools),
-            jax.ShapeDtypeStruct(k.shape[:2], jnp.int32),
+            tuple(jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in pools),
+            jax.ShapeDtypeStruct((k.shape[0], attention.kv_heads), jnp.int32),
         ),
-        input_output_aliases={0: 0, 1: 1},
+        input_output_aliases={i: i for i in range(len(pools))},
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
         interpret=attention.interpret,
         name="paged_attention_write",
-    )(*pools, _NewTokens(k, v, slots, kv.scales, layer))
-    return kv.with_pools([keys.reshape(kv.keys.shape), values.reshape(kv.values.shape)]), zeros
+    )(pools, _NewTokens(rows, slots, kv.scales, layer))
+    return kv.with_pools([pool.reshape(old.shape) for pool, old in zip(written, kv.pools, strict=True)]), zeros
 
 
 def _write(
-    _keys: Ref, _values: Ref, new: _NewTokens, keys: Ref, values: Ref, zeros: Ref, *, attention: TritonAttention
+    _: tuple[Ref, ...], new: _NewTokens, pools: tuple[Ref, ...], zeros: Ref, *, attention: TritonAttention
 ) -> None:
     kv_head, layer = pl.program_id(0), new.layer[0]
     token = pl.program_id(1) * TOKENS + lax.iota(jnp.int32, TOKENS)
     there = token < new.slots.shape[0]
-    plgpu.store(zeros.at[token, kv_head], jnp.zeros((TOKENS,), jnp.int32), mask=there)
+    for item in (kv_head,) if attention.value_dim is None else range(attention.kv_heads):
+        plgpu.store(zeros.at[token, item], jnp.zeros((TOKENS,), jnp.int32), mask=there)
     slot = plgpu.load(new.slots.at[token], mask=there, other=-1)
     live = slot >= 0
     at = (kv_head * attention.entries + layer * attention.num_pages) * attention.page_size + slot
-    at = jnp.where(live, at, keys.shape[0])
-    for which, (source, pool) in enumerate(((new.keys, keys), (new.values, values))):
-        rows = load_rows(source, (token, kv_head), live, attention)
+    at = jnp.where(live, at, pools[0].shape[0])
+    for which, (source, pool) in enumerate(zip(new.rows, pools, strict=True)):
+        rows = load_rows(source, (token, kv_head), live, attention.head)
         scale = None if new.scales is None else new.scales[which, layer, kv_head]
-        store_rows(pool, (at,), to_pool(rows, scale, pool.dtype), live, attention)
+        store_rows(pool, (at,), to_pool(rows, scale, pool.dtype), live, attention.head)
 
 
 def to_pool(rows: Float[Array, "tokens lanes"], scale: Array | None, dtype: jnp.dtype) -> Float[Array, "tokens lanes"]:

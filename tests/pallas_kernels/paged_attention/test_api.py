@@ -34,6 +34,12 @@ def test_an_nvidia_gpu_from_ampere_on_has_a_kernel(kind: str, capability: tuple[
     assert choose_backend(KernelTarget("cuda", kind, capability), PROBLEM, "triton").name == "triton"
 
 
+def test_heads_that_share_latent_rows_may_be_any_number() -> None:
+    for heads in (1, 16, 71, 128):
+        problem = dataclasses.replace(PROBLEM, **{**LATENT, "heads": heads})
+        assert choose_backend(A100, problem).name == "triton"
+
+
 def test_a_backend_supports_all_problems_of_a_model() -> None:
     target = KernelTarget("cuda", "NVIDIA H200", (9, 0))
     odd = dataclasses.replace(PROBLEM, dtype=np.dtype(np.float64))
@@ -44,6 +50,7 @@ def test_a_backend_supports_all_problems_of_a_model() -> None:
 
 
 FP8 = np.dtype(jnp.float8_e4m3fn)
+LATENT = {"heads": 128, "kv_heads": 1, "head_dim": 576, "value_dim": 512}
 A100 = KernelTarget("cuda", "NVIDIA A100-SXM4-80GB", (8, 0))
 
 
@@ -62,6 +69,12 @@ A100 = KernelTarget("cuda", "NVIDIA A100-SXM4-80GB", (8, 0))
         (A100, {"page_size": 48}, r"pages whose size is a power of two, not of 48"),
         (A100, {"dtype": np.dtype(np.float64)}, r"not in float64"),
         (A100, {"kv_dtype": np.dtype(np.int8)}, r"not of int8"),
+        (A100, {**LATENT, "head_dim": 640, "value_dim": 640}, r"latent rows with values of 16 to 512 .* not of 640"),
+        (A100, {**LATENT, "head_dim": 512}, r"latent rows with other numbers of 8 to 128 .* not of 0"),
+        (A100, {**LATENT, "head_dim": 580}, r"other numbers of 8 to 128 in steps of 8, not of 68"),
+        (A100, {**LATENT, "kv_heads": 8}, r"latent rows of one KV head a shard, not of 8"),
+        (A100, {**LATENT, "page_size": 48}, r"pages whose size is a power of two, not of 48"),
+        (A100, {**LATENT, "kv_dtype": FP8}, r"float8_e4m3fn needs compute capability 8\.9"),
     ],
 )
 def test_triton_refuses_with_a_reason(target: KernelTarget, change: dict[str, Any], reason: str) -> None:
@@ -77,6 +90,17 @@ def test_triton_refuses_with_a_reason(target: KernelTarget, change: dict[str, An
         (KernelTarget("cpu"), {"dtype": np.dtype(np.float16)}, r"computes in float32 and bfloat16, not float16"),
         (KernelTarget("cpu"), {"head_dim": 72}, r"heads of 16 to 512 in steps of 16, not of 72"),
         (KernelTarget("cpu"), {"head_dim": 528}, r"not of 528"),
+        (
+            KernelTarget("cpu"),
+            {"head_dim": 1040, "value_dim": 512},
+            r"latent rows of 16 to 1024 in steps of 16, not of 1040",
+        ),
+        (
+            KernelTarget("cpu"),
+            {"head_dim": 24, "value_dim": 16},
+            r"latent rows of 16 to 1024 in steps of 16, not of 24",
+        ),
+        (KernelTarget("cpu"), {"head_dim": 48, "value_dim": 24}, r"values of latent rows in steps of 16, not of 24"),
         (KernelTarget("cpu"), {"page_size": 8}, r"pages of whole multiples of 16 tokens, not of 8"),
     ],
 )

@@ -27,7 +27,7 @@ from pallas_kernels.paged_attention.cpu import backend as cpu
 from pallas_kernels.paged_attention.cpu import blocks
 from pallas_kernels.paged_attention.cpu.blocks import CHUNK
 from tests.pallas_kernels.paged_attention import test_paged_attention as suite
-from tests.pallas_kernels.paged_attention.cases import CASES, Case, make_batch
+from tests.pallas_kernels.paged_attention.cases import CASES, Batch, Case, make_batch
 from tests.pallas_kernels.quantized_matmul.cpu.paths import EmulatedRegisters
 from tests.selection import grid
 
@@ -35,7 +35,13 @@ pytestmark = pytest.mark.slow
 
 LONG = Case("long", ((3 * CHUNK + 40, 1), (CHUNK, 1), (CHUNK + 1, 1), (2 * CHUNK + 9, 30)), 3)
 TABLE = {case.name: case for case in CASES}
-CORNERS = ("heads-9-of-3-dim-96-page-32", "heads-2-of-2-dim-80-first-layer", "decode-everything", "everything")
+CORNERS = (
+    "heads-9-of-3-dim-96-page-32",
+    "heads-2-of-2-dim-80-first-layer",
+    "decode-everything",
+    "everything",
+    "latent-bf16-page-64",
+)
 
 
 class OtherCpu(cpu.PagedAttention):
@@ -77,7 +83,7 @@ def _other_cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.usefixtures("_other_cpu")
 @pytest.mark.parametrize("_other_cpu", [WithoutFeatures, WithoutTiles], indirect=True)
-@pytest.mark.parametrize("name", grid(CORNERS, lambda name: name in ("everything", "decodes-that-share-in-bf16")))
+@pytest.mark.parametrize("name", grid(CORNERS, lambda name: name in ("everything", "latent-bf16-page-64")))
 def test_a_cpu_with_less_computes_the_same(name: str) -> None:
     case = dataclasses.replace(TABLE[name], dtype="bfloat16")
     suite._check(case, make_batch(case), "cpu")
@@ -86,8 +92,13 @@ def test_a_cpu_with_less_computes_the_same(name: str) -> None:
 @pytest.mark.skipif("avx512bf16" not in cpu_features(), reason="registers are emulated by AVX512_BF16")
 @pytest.mark.parametrize(
     "case",
-    [LONG, dataclasses.replace(LONG, window=CHUNK + 100, sinks=True), TABLE["decode-everything"]],
-    ids=["long", "window", "decode"],
+    [
+        LONG,
+        dataclasses.replace(LONG, window=CHUNK + 100, sinks=True),
+        TABLE["decode-everything"],
+        dataclasses.replace(LONG, heads=20, kv_heads=1, head_dim=96, value_dim=64),
+    ],
+    ids=["long", "window", "decode", "latent"],
 )
 def test_tile_registers_compute_what_their_manual_says(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     case = dataclasses.replace(case, dtype="bfloat16")
@@ -115,18 +126,27 @@ def test_the_chunks_of_a_long_row_are_merged(dtype: str, more: dict[str, Any]) -
     [("float32", cpu.PagedAttention), ("bfloat16", cpu.PagedAttention), ("bfloat16", WithoutTiles)],
     indirect=["_other_cpu"],
 )
-@pytest.mark.parametrize("more", [{}, {"window": CHUNK + 100, "sinks": True, "soft_cap": 9.0}], ids=["plain", "window"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"heads": 9, "kv_heads": 3},
+        {"heads": 9, "kv_heads": 3, "window": CHUNK + 100, "sinks": True, "soft_cap": 9.0},
+        {"heads": 9, "kv_heads": 1, "head_dim": 48, "value_dim": 32},
+        {"heads": 24, "kv_heads": 1, "head_dim": 96, "value_dim": 64, "window": CHUNK + 100, "sinks": True},
+    ],
+    ids=["plain", "window", "latent", "latent-window"],
+)
 def test_a_token_has_the_same_bits_in_prefill_and_decode(dtype: str, more: dict[str, Any]) -> None:
     """Compare the last token of a prefill chunk, a chunk of one token, a decode, and the last of a few queries."""
     lengths = (2 * CHUNK + 75, CHUNK, CHUNK + 1, 64, 65, 30)
-    shape: dict[str, Any] = {"dtype": dtype, "heads": 9, "kv_heads": 3, "pad_rows": 0, "pad_tokens": 0, **more}
+    shape: dict[str, Any] = {"dtype": dtype, "pad_rows": 0, "pad_tokens": 0, **more}
     case = Case("chunks", tuple((length, min(length, 50)) for length in lengths), 0, **shape)
     batch = make_batch(case)
     whole, keys, values = suite._run(case, batch, "cpu")
     last = batch.query_starts[1:] - 1
     own = dataclasses.replace(
         batch,
-        **{name: getattr(batch, name)[last] for name in ("q", "k", "v")},
+        **_tokens(batch, last),
         keys=keys,
         values=values,
         query_starts=np.arange(len(lengths) + 1, dtype=np.int32),
@@ -138,12 +158,54 @@ def test_a_token_has_the_same_bits_in_prefill_and_decode(dtype: str, more: dict[
     tokens = np.concatenate([np.arange(end - count, end) for end, count in zip(last + 1, few, strict=True)])
     own = dataclasses.replace(
         own,
-        **{name: getattr(batch, name)[tokens] for name in ("q", "k", "v")},
+        **_tokens(batch, tokens),
         query_starts=np.cumsum([0, *few]).astype(np.int32),
         num_decodes=0,
     )
     out, *_ = suite._run(dataclasses.replace(case, max_queries=max(few)), own, "cpu")
     np.testing.assert_array_equal(suite._bits(out), suite._bits(whole[tokens]))
+
+
+def _tokens(batch: Batch, chosen: np.ndarray) -> dict[str, np.ndarray | None]:
+    """Return the queries, keys and values of some tokens. Latent rows have no values of their own."""
+    arrays = {"q": batch.q, "k": batch.k, "v": batch.v}
+    return {name: None if array is None else array[chosen] for name, array in arrays.items()}
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+def test_a_latent_token_has_the_same_bits_in_any_company(heads: int) -> None:
+    """Compare a decode beside many others, whose tiles have many rows of queries, with the same one alone."""
+    rows = ((2 * CHUNK + 75, 1), *((40 + i, 1) for i in range(12)), (300, 90))
+    case = Case("company", rows, 13, heads=heads, kv_heads=1, head_dim=48, value_dim=32, pad_rows=0, pad_tokens=0)
+    batch = make_batch(case)
+    together, keys, values = suite._run(case, batch, "cpu")
+    for row, last in ((0, 0), (13, batch.query_starts[-1] - 1)):
+        lonely = dataclasses.replace(
+            batch,
+            **_tokens(batch, np.array([last])),
+            keys=keys,
+            values=values,
+            page_table=batch.page_table[[row]],
+            query_starts=np.arange(2, dtype=np.int32),
+            kv_lens=batch.kv_lens[[row]],
+            num_decodes=1,
+            num_seqs=1,
+        )
+        out, *_ = suite._run(case, lonely, "cpu")
+        np.testing.assert_array_equal(suite._bits(out[0]), suite._bits(together[last]))
+
+
+LATENT_SHAPES: list[dict[str, Any]] = [
+    {"heads": 5, "head_dim": 80, "value_dim": 48, "dtype": "float32"},
+    {"heads": 33, "head_dim": 112, "value_dim": 112, "page_size": 48, "dtype": "bfloat16"},
+    {"heads": 16, "head_dim": 48, "value_dim": 16, "window": 50, "soft_cap": 9.0, "sinks": True, "dtype": "bfloat16"},
+]
+
+
+@pytest.mark.parametrize("shape", LATENT_SHAPES)
+def test_odd_shapes_of_latent_rows(shape: dict[str, Any]) -> None:
+    case = Case("odd-latent", ((CHUNK + 90, 1), (70, 25), (17, 17), (CHUNK + 64, 3)), 1, kv_heads=1, **shape)
+    suite._check(case, make_batch(case), "cpu")
 
 
 ODD: list[dict[str, Any]] = [

@@ -19,6 +19,7 @@ from pallas_kernels.cpu import cpu_features, tile_registers
 from pallas_kernels.paged_attention import BackendName
 from pallas_kernels.paged_attention import __name__ as PACKAGE
 from tests.pallas_kernels.paged_attention import test_paged_attention as suite
+from tests.pallas_kernels.paged_attention.cases import LATENT as LATENT_ROWS
 from tests.pallas_kernels.paged_attention.cases import Case, make_batch
 from tests.selection import grid, is_interpreted
 
@@ -33,7 +34,11 @@ FEW = Case("few", ((150, 5), (40, 1), (70, 3)), 0, max_queries=5)
 # The last queries are in another split than the first ones.
 STRADDLES = Case("straddles", ((258, 4),), 0, max_queries=4)
 LONG = Case("long", ((1200, 1),), 1, decode_only=True)
+LATENT = dataclasses.replace(BATCH, rows=((700, 1), *BATCH.rows), num_decodes=3, kv_heads=1, head_dim=48, value_dim=32)
+CHUNKS = dataclasses.replace(BATCH, chunks_only=True)
 FP8 = dataclasses.replace(BATCH, kv_dtype="float8_e4m3fn")
+# More heads than a tile has, in two layers, with rows that are split
+SHARED_ROWS = Case("latent", ((600, 1), (40, 1), (70, 33)), 2, **{**LATENT_ROWS, "heads": 40}, kv_dtype="float8_e4m3fn")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +107,49 @@ SEEDS = [
     ),
     Seed("padding-written", "triton", "triton.write", "live = slot >= 0", "live = there"),
     Seed("scale-of-values-left-out", "triton", "triton.prefill", "kv_scale(pool, 1, kv_head)", "1.0", FP8),
+    Seed(
+        "other-numbers-left-out",
+        "triton",
+        "triton.tiles",
+        "return *self.values, HeadSpan(self.value_dim, self.head_dim - self.value_dim)",
+        "return self.values",
+        SHARED_ROWS,
+    ),
+    Seed(
+        "rows-of-each-tile-of-heads",
+        "triton",
+        "triton.tiles",
+        "head = 0 if pool.values is None else",
+        "head = 0 if pool is None else",
+        SHARED_ROWS,
+    ),
+    Seed(
+        "scale-of-no-head", "triton", "triton.tiles", "which, kv_head = 0, jnp", "which, kv_head = 1, jnp", SHARED_ROWS
+    ),
+    Seed(
+        "a-tile-of-heads-left-out",
+        "triton",
+        "triton.decode",
+        "work, attention.kv_heads, blocks.programs, compute)",
+        "work, 1, blocks.programs, compute)",
+        SHARED_ROWS,
+    ),
+    Seed(
+        "heads-of-the-first-tile",
+        "triton",
+        "triton.prefill",
+        "head = kv_head * group +",
+        "head = 0 * group +",
+        SHARED_ROWS,
+    ),
+    Seed(
+        "an-arrival-of-all-tiles",
+        "triton",
+        "triton.decode",
+        "(row, kv_head), jnp.int32(1)",
+        "(row, 0 * kv_head), jnp.int32(1)",
+        SHARED_ROWS,
+    ),
     Seed("off-by-one-page", "cpu", "cpu.tiles", "position // facts.page_size)", "(position + 1) // facts.page_size)"),
     Seed("place-of-another-layer", "cpu", "cpu.tiles", " + shared.first_entry", ""),
     Seed("one-token-too-many", "cpu", "cpu.decode", "return length - own", "return length + 1 - own"),
@@ -147,6 +195,22 @@ SEEDS = [
         "cpu.advance",
         "f.load(VECTOR, place) * keeps[i // len(columns)]",
         "f.load(VECTOR, place)",
+    ),
+    Seed("rows-left-out-are-written", "cpu", "cpu.backend", "start=shared.num_decodes if", "start=0 if", CHUNKS),
+    Seed(
+        "a-query-sees-the-next-token", "cpu", "cpu.latent", "(begin + r) // group", "(begin + r) // group + 1", LATENT
+    ),
+    Seed("a-panel-left-out", "cpu", "cpu.latent", "PANEL - 1)) >= at", "0)) >= at", LATENT),
+    Seed("a-chunk-of-latent-rows-left-out", "cpu", "cpu.latent", "facts), start=1)", "facts), start=2)", LATENT),
+    Seed("a-latent-row-too-many", "cpu", "cpu.latent", "// facts.group + 1", "// facts.group + 2", LATENT),
+    Seed("a-token-left-out", "cpu", "cpu.panels", "range(i * count // parts", "range(i * count // parts + i", LATENT),
+    Seed(
+        "old-sums-of-latent-rows-not-rescaled",
+        "cpu",
+        "cpu.panels",
+        "f.load(VECTOR, place) * kept[i // together]",
+        "f.load(VECTOR, place)",
+        LATENT,
     ),
 ]
 
@@ -196,9 +260,7 @@ def test_a_seeded_bug_is_found(seed: Seed, monkeypatch: pytest.MonkeyPatch) -> N
         suite._check(seed.case, make_batch(seed.case), seed.backend)
 
 
-@pytest.mark.parametrize(
-    "case", grid([BATCH, WINDOW, FP8, LONG], lambda case: case is BATCH), ids=["batch", "window", "fp8", "long"]
-)
+@pytest.mark.parametrize("case", grid([BATCH, WINDOW, FP8, LONG, SHARED_ROWS], lambda case: case is BATCH), ids=str)
 @pytest.mark.parametrize("backend", grid(sorted({seed.backend for seed in SEEDS}), bool, is_interpreted))
 def test_without_a_seed_the_cases_pass(backend: BackendName, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     suite._skip_refused(case, backend)

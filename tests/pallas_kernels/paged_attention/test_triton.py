@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from pallas_kernels.paged_attention import KernelTarget, Problem, kv_layout
-from pallas_kernels.paged_attention.triton import backend
+from pallas_kernels.paged_attention.triton import backend, latent_sizes
 from pallas_kernels.paged_attention.triton.work_list import work_list
 
 BF16 = np.dtype(jnp.bfloat16)
 LLAMA = Problem(32, 8, 128, 16, BF16, BF16)
+DEEPSEEK = Problem(128, 1, 576, 64, BF16, BF16, value_dim=512)
 H200 = KernelTarget("cuda", "NVIDIA H200", (9, 0), cores=132)
 
 
@@ -47,6 +48,30 @@ def test_an_unknown_gpu_has_hoppers_cores() -> None:
     known = backend.prefill_blocks_for(LLAMA, H200)
     assert backend.prefill_blocks_for(LLAMA, dataclasses.replace(H200, cores=None)) == known
     assert backend.prefill_blocks_for(LLAMA, dataclasses.replace(H200, cores=10)).programs == 10
+
+
+@pytest.mark.parametrize(("heads", "group"), [(128, 32), (64, 32), (40, 20), (16, 16), (71, 1)])
+def test_tiles_divide_the_heads_that_share_latent_rows(heads: int, group: int) -> None:
+    assert latent_sizes.group_of(heads, 32) == group
+
+
+@pytest.mark.parametrize("rows", [1, 16, 256])
+def test_splits_of_latent_rows_fill_the_device_once(rows: int) -> None:
+    blocks = backend.decode_blocks_for(DEEPSEEK, H200, rows=rows)
+    assert blocks.programs == 132
+    assert (blocks.splits - 1) * rows * 4 < blocks.programs <= blocks.splits * rows * 4
+    few = dataclasses.replace(DEEPSEEK, heads=16)
+    assert backend.decode_blocks_for(few, H200, rows=rows).programs == 2 * 132
+    assert backend.decode_blocks_for(few, H200, rows=rows, queries=5).queries == 2
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("kind", ["NVIDIA H200", "NVIDIA A100-SXM4-80GB", "NVIDIA L4"])
+def test_the_candidates_for_latent_rows_include_the_rules_sizes(heads: int, kind: str) -> None:
+    target = KernelTarget("cuda", kind, {"NVIDIA H200": (9, 0), "NVIDIA L4": (8, 9)}.get(kind, (8, 0)))
+    problem = dataclasses.replace(DEEPSEEK, heads=heads)
+    assert latent_sizes.decode_sizes(problem, target, 1) in backend.candidates("decode", problem, target)
+    assert latent_sizes.prefill_sizes(problem, target) in backend.candidates("prefill", problem, target)
 
 
 @pytest.mark.parametrize("problem", [LLAMA, dataclasses.replace(LLAMA, head_dim=512)], ids=["128", "512"])
