@@ -25,7 +25,7 @@ _DENSE, _SPARSE = "dense", "sparse"
 
 
 @dataclasses.dataclass(frozen=True)
-class _Defaults:
+class _ConfigDefaults:
     """What a config.json may leave out, as Hugging Face's config class of an architecture has it."""
 
     experts: int = 256
@@ -45,15 +45,15 @@ class _Defaults:
 
 _V2, _LITE = "DeepseekV2ForCausalLM", "Glm4MoeLiteForCausalLM"
 _DEFAULTS = {
-    _V2: _Defaults(64, None, 1407, 2, 0, 1, 1, 1.0, max_position=2048),
-    _LITE: _Defaults(64, 4, 1536, 1, 1, 1, 1, 1.8, 768, 192, 256, 202752, 1e-5),
+    _V2: _ConfigDefaults(64, None, 1407, 2, 0, 1, 1, 1.0, max_position=2048),
+    _LITE: _ConfigDefaults(64, 4, 1536, 1, 1, 1, 1, 1.8, 768, 192, 256, 202752, 1e-5),
 }
 
 
 def parse(fields: Fields) -> common.Config:
     """Read a config.json. Raises `ConfigError`."""
     architecture = (fields.texts("architectures") or [""])[0]
-    default = _DEFAULTS.get(architecture, _Defaults())
+    default = _DEFAULTS.get(architecture, _ConfigDefaults())
     sizes = read_sizes(fields, head_dim=64, max_position_embeddings=default.max_position)
     num_layers, heads = sizes["num_layers"], sizes["num_heads"]
     latent = _latent(fields, default)
@@ -93,16 +93,22 @@ def parse(fields: Fields) -> common.Config:
     )
 
 
-def _latent(fields: Fields, default: _Defaults) -> LatentSizes:
+def _latent(fields: Fields, default: _ConfigDefaults) -> LatentSizes:
     # null says that queries have no low-rank form; a missing field doesn't
     whole = "q_lora_rank" in fields.raw and fields.get("q_lora_rank") is None
-    return LatentSizes(
+    sizes = LatentSizes(
         None if whole else fields.integer("q_lora_rank", WIDTH, default.q_lora_rank),
         fields.integer("kv_lora_rank", WIDTH, 512),
         fields.integer("qk_nope_head_dim", HEAD_DIM, default.qk_nope_head_dim),
         fields.integer("qk_rope_head_dim", HEAD_DIM, 64),
         fields.integer("v_head_dim", HEAD_DIM, default.v_head_dim),
     )
+    if sizes.v_head_dim > sizes.query:
+        raise ConfigError(
+            f"{fields.where}: v_head_dim={sizes.v_head_dim} is more than the size of keys, qk_nope_head_dim + "
+            f"qk_rope_head_dim = {sizes.query}, which is not supported"
+        )
+    return sizes
 
 
 def _attention_scale(latent: LatentSizes, rope: RopeConfig) -> float:
@@ -113,7 +119,7 @@ def _attention_scale(latent: LatentSizes, rope: RopeConfig) -> float:
     return scale * (0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0) ** 2
 
 
-def _dense(fields: Fields, default: _Defaults, num_layers: int) -> tuple[bool, ...]:
+def _dense(fields: Fields, default: _ConfigDefaults, num_layers: int) -> tuple[bool, ...]:
     """Return which layers have no experts."""
     first = fields.integer("first_k_dense_replace", Range(0, LAYERS.most), default.dense)
     types = fields.texts("mlp_layer_types")
@@ -124,7 +130,7 @@ def _dense(fields: Fields, default: _Defaults, num_layers: int) -> tuple[bool, .
     return tuple(kind == _DENSE for kind in types)
 
 
-def _groups(fields: Fields, default: _Defaults, experts: int, choices: int) -> tuple[int, int]:
+def _groups(fields: Fields, default: _ConfigDefaults, experts: int, choices: int) -> tuple[int, int]:
     """Return the number of groups of experts, and how many of them a token chooses from."""
     groups = fields.integer("n_group", EXPERTS, default.groups)
     best = fields.integer("topk_group", EXPERTS, default.groups_chosen)
@@ -136,7 +142,7 @@ def _groups(fields: Fields, default: _Defaults, experts: int, choices: int) -> t
     return groups, best
 
 
-def _routing(fields: Fields, default: _Defaults, experts: int, choices: int) -> Routing:
+def _routing(fields: Fields, default: _ConfigDefaults, experts: int, choices: int) -> Routing:
     refuse(fields, scoring_func="sigmoid", topk_method="noaux_tc")
     groups, best = _groups(fields, default, experts, choices)
     return Routing(
@@ -149,7 +155,7 @@ def _routing(fields: Fields, default: _Defaults, experts: int, choices: int) -> 
     )
 
 
-def _routing_of_v2(fields: Fields, default: _Defaults, experts: int, choices: int) -> Routing:
+def _routing_of_v2(fields: Fields, default: _ConfigDefaults, experts: int, choices: int) -> Routing:
     # Hugging Face ignores norm_topk_prob here, DeepSeek's code doesn't, and no checkpoint sets it
     refuse(fields, scoring_func="softmax", norm_topk_prob=False)
     method = fields.text("topk_method", "greedy")
