@@ -30,6 +30,7 @@ _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
 _CONTROL = {"while", "conditional"}
 _INDEX = re.compile(r" get-tuple-element\(.*\), index=(\d+)")
 _PRODUCTS = {"dot", "convolution"}
+_BATCH = re.compile(r"lhs_batch_dim(?:s=\{|ensions\":\[)(?P<axes>[^\]}]*)")
 _LIBRARY_PRODUCT = "matmul"
 _QUANTIZED_PRODUCT = "quantized_matmul"
 
@@ -188,11 +189,15 @@ class Computation:
         return sum(self.product_flops(one) for one in self.instructions.values() if one.opcode in _PRODUCTS)
 
     def product_flops(self, one: Instruction) -> float:
-        """Return the operations of one product, from the sizes of its operands: [m, k] x [k, n]."""
+        """Return the operations of one product, from the sizes of its operands: [batch, m, k] x [batch, k, n]."""
         made = [made for name in one.operands[:2] if (made := self.instructions.get(name)) and made.sizes]
         if len(made) < 2:
             return 0.0
-        flops = 2 * math.sqrt(made[0].sizes[0] * made[1].sizes[0] * one.sizes[0])
+        batch = 1
+        if found := _BATCH.search(one.line):
+            dims = next(_ARRAY.finditer(made[0].line))["dims"].split(",")
+            batch = math.prod(int(dims[int(axis)]) for axis in re.findall("[0-9]+", found["axes"]))
+        flops = 2 * math.sqrt(made[0].sizes[0] * made[1].sizes[0] * one.sizes[0] / batch)
         return flops / 2 if all(operand.item_bytes == 1 for operand in made) else flops
 
     def kernel_flops(self, one: Instruction) -> float:

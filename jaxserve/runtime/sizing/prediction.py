@@ -73,7 +73,8 @@ def step_seconds(
     attention = decodes * rates.decode_flops(context) + rates.prompt_flops(prompt)
     seconds = _seconds(rates, decodes * rates.kv_bytes(context), attention)
     seconds += sum(_seconds(rates, one.nbytes, one.flops) for one in cost.kinds)
-    seconds -= rates.unread_bytes(decodes + prompt) / rates.bandwidth
+    tokens = decodes + prompt
+    seconds -= (rates.unread_bytes(tokens) + rates.idle_row_bytes * tokens) / rates.bandwidth
     seconds += cost.launches * _LAUNCH + exchanges * _EXCHANGE
     if cost.grouping is None:
         return seconds

@@ -60,7 +60,8 @@ class Roofline:
     the cost of the layers by window. `peak_flops` is None if it is unknown for the type.
 
     All experts take `expert_bytes`. Each token chooses a `chosen_share` of them, evenly, and a step reads the experts
-    that tokens of any of `expert_ranks` ranks chose.
+    that tokens of any of `expert_ranks` ranks chose. A program has room for all experts of all its tokens:
+    `idle_row_bytes` are those that it would move, for each token, for experts of other devices.
     """
 
     bandwidth: float
@@ -72,6 +73,7 @@ class Roofline:
     expert_bytes: int = 0
     chosen_share: float = 0.0
     expert_ranks: int = 1
+    idle_row_bytes: float = 0.0
 
     def weight_bytes(self, tokens: int) -> float:
         """Return the bytes of weights that a step with `tokens` tokens on each rank reads."""
@@ -126,7 +128,21 @@ def roofline(deployment: Deployment, target: DeviceTarget) -> Roofline:
         expert_bytes=device_bytes(experts, axes),
         chosen_share=chosen,
         expert_ranks=ranks,
+        idle_row_bytes=_idle_row_bytes(deployment, experts),
     )
+
+
+def _idle_row_bytes(deployment: Deployment, experts: list[ParamSpec | HeldWeight]) -> float:
+    """Return the bytes, for each token, of inner rows and outputs of experts that other devices have.
+
+    Both are written once and read once, in 16 bits; inner rows are also quantized, if products want that.
+    """
+    model, divided = deployment.model.config, deployment.divided
+    ranks = deployment.data if divided.over_ranks else 1
+    quantizes = any(isinstance(leaf, QuantizedWeight) and leaf.scheme.activations is not None for leaf in experts)
+    row = model.expert_size * (6 if quantizes else 4) + model.hidden_size * 4
+    pairs = ranks * model.experts_per_token * len(model.mixture_layers)
+    return pairs * (1 - 1 / divided.expert_parts) * row
 
 
 def _attention(deployment: Deployment) -> tuple[AttentionCost, ...]:

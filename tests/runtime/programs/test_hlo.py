@@ -51,6 +51,11 @@ ENTRY %main (table: f32[1000,64], ids: s32[8], x: bf16[16,128], w: bf16[32,128],
   %own = f32[3,16,32]{2,1,0} custom-call(%x16, %w8), metadata={op_name="jit(f)/quantized_matmul/mpmd_map"}
   %scratch = s8[64]{0} custom-call(), metadata={op_name="jit(f)/quantized_matmul/pallas_call"}
   %own8 = bf16[16,32]{1,0} custom-call(%x8, %w8), metadata={op_name="jit(f)/quantized_matmul/pallas_call"}
+  %xs = bf16[16,4,128]{2,1,0} parameter(8)
+  %ws = bf16[4,32,128]{2,1,0} parameter(9)
+  %batch = bf16[4,16,32]{2,1,0} dot(%xs, %ws), lhs_batch_dims={1}, lhs_contracting_dims={2}, rhs_batch_dims={0}
+  %batches = (bf16[4,32,16]{1,0,2}, s8[9]{0}) custom-call(%ws, %xs), custom_call_target="__cublas$lt$matmul", \
+backend_config={"dot_dimension_numbers":{"lhs_batch_dimensions":["0"],"rhs_batch_dimensions":["1"]}}
   ROOT %copy = f32[8,64]{1,0} copy(%decode)
 }
 """
@@ -65,6 +70,8 @@ ROWS, IDS = 8 * 64 * 4, 8 * 4
         ("product", (16 + 32) * 128 * 2, 16 * 32 * 4, 2 * 16 * 32 * 128),
         ("library", (16 + 32) * 128 * 2, 16 * 32 * 4, 2 * 16 * 32 * 128),
         ("library8", (16 + 32) * 512, 16 * 32 * 2 + 999, 16 * 32 * 512),
+        ("batch", (16 + 32) * 4 * 128 * 2, 4 * 16 * 32 * 2, 2 * 4 * 16 * 32 * 128),
+        ("batches", (16 + 32) * 4 * 128 * 2, 4 * 16 * 32 * 2 + 9, 2 * 4 * 16 * 32 * 128),
         ("own", (16 * 2 + 32) * 512, 3 * 16 * 32 * 4, 2 * 16 * 32 * 512),
         ("scratch", 0, 64, 0),
         ("own8", (16 + 32) * 512, 16 * 32 * 2, 16 * 32 * 512),
