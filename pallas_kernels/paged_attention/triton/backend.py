@@ -223,8 +223,7 @@ def prefill_blocks_for(problem: Problem, target: KernelTarget) -> PrefillBlocks:
     of_queries = lanes // 2 if problem.value_dim is None else lanes
     shared = of_queries * sizes["block_q"] * problem.dtype.itemsize + lanes * loaded * problem.kv_dtype.itemsize
     # Besides the sums of wide heads, registers hold queries, or the masks of lanes and rows that only fill a tile.
-    wide = problem.head_dim > 128 and (_is_padded(problem) or _queries_in_registers(target))
-    masks_all = wide or problem.value_dim is not None
+    masks_all = problem.head_dim > 128 and (_is_padded(problem) or _queries_in_registers(target))
     return PrefillBlocks(masks_all=masks_all, programs=_programs(problem, target, sizes["num_warps"], shared), **sizes)
 
 
