@@ -22,7 +22,7 @@ from jaxserve.runtime.devices.topology import target_mesh
 from jaxserve.runtime.programs.hlo import instructions
 from jaxserve.runtime.programs.inspection import KernelReport
 from pallas_kernels.paged_attention import Problem, target_of
-from pallas_kernels.paged_attention.triton import backend
+from pallas_kernels.paged_attention.triton import block_sizes
 from tests.aot.conftest import Row
 from tests.aot.kernels import E5M2, FP8, POOL_BYTES, checked_kernels, compile_attention
 from tests.selection import grid
@@ -153,10 +153,10 @@ def programs_at_once(mesh: Mesh, options: dict[str, Any]) -> dict[str, int]:
     problem = Problem(*(sizes[name] for name in ("heads", "kv_heads", "head_dim", "page_size")), *dtypes)
     device, queries = target_of(mesh.devices.flat[0]), sizes.get("max_queries", 1)
     return {
-        "paged_attention_decode (triton)": backend.decode_blocks_for(
+        "paged_attention_decode (triton)": block_sizes.decode_blocks_for(
             problem, device, rows=64, queries=queries
         ).programs,
-        "paged_attention_prefill (triton)": backend.prefill_blocks_for(problem, device).programs,
+        "paged_attention_prefill (triton)": block_sizes.prefill_blocks_for(problem, device).programs,
     }
 
 

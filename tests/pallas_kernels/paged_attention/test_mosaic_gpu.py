@@ -46,6 +46,7 @@ CORNERS = (
     "a-window-far-behind",
     "everything",
     "few-queries",
+    "chunks-only-dim-192",
     "few-queries-everything",
     "few-queries-of-a-long-row",
     "few-queries-after-decodes",

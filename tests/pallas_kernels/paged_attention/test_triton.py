@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.paged_attention import KernelTarget, Problem, kv_layout
-from pallas_kernels.paged_attention.triton import backend, latent_sizes
+from pallas_kernels.paged_attention.triton import backend, block_sizes, latent_sizes
 from pallas_kernels.paged_attention.triton.work_list import work_list
 
 BF16 = np.dtype(jnp.bfloat16)
@@ -37,17 +37,17 @@ def test_all_pages_of_a_small_pool_are_addressable(layers: int) -> None:
 
 @pytest.mark.parametrize("rows", [1, 16, 64, 256])
 def test_splits_fill_the_device_and_partial_sums_stay_small(rows: int) -> None:
-    blocks = backend.decode_blocks_for(LLAMA, H200, rows=rows)
+    blocks = block_sizes.decode_blocks_for(LLAMA, H200, rows=rows)
     assert blocks.programs == 3 * 132
-    assert blocks.splits * rows * LLAMA.kv_heads >= blocks.programs or blocks.splits == backend._MAX_SPLITS
+    assert blocks.splits * rows * LLAMA.kv_heads >= blocks.programs or blocks.splits == block_sizes._MAX_SPLITS
     assert blocks.splits <= blocks.most_splits
-    assert blocks.most_splits * rows * LLAMA.heads * LLAMA.head_dim * 4 <= backend._PARTIAL_BYTES
+    assert blocks.most_splits * rows * LLAMA.heads * LLAMA.head_dim * 4 <= block_sizes._PARTIAL_BYTES
 
 
 def test_an_unknown_gpu_has_hoppers_cores() -> None:
-    known = backend.prefill_blocks_for(LLAMA, H200)
-    assert backend.prefill_blocks_for(LLAMA, dataclasses.replace(H200, cores=None)) == known
-    assert backend.prefill_blocks_for(LLAMA, dataclasses.replace(H200, cores=10)).programs == 10
+    known = block_sizes.prefill_blocks_for(LLAMA, H200)
+    assert block_sizes.prefill_blocks_for(LLAMA, dataclasses.replace(H200, cores=None)) == known
+    assert block_sizes.prefill_blocks_for(LLAMA, dataclasses.replace(H200, cores=10)).programs == 10
 
 
 @pytest.mark.parametrize(("heads", "group"), [(128, 32), (64, 32), (40, 20), (16, 16), (71, 1)])
@@ -57,12 +57,12 @@ def test_tiles_divide_the_heads_that_share_latent_rows(heads: int, group: int) -
 
 @pytest.mark.parametrize("rows", [1, 16, 256])
 def test_splits_of_latent_rows_fill_the_device_once(rows: int) -> None:
-    blocks = backend.decode_blocks_for(DEEPSEEK, H200, rows=rows)
+    blocks = block_sizes.decode_blocks_for(DEEPSEEK, H200, rows=rows)
     assert blocks.programs == 132
     assert (blocks.splits - 1) * rows * 4 < blocks.programs <= blocks.splits * rows * 4
     few = dataclasses.replace(DEEPSEEK, heads=16)
-    assert backend.decode_blocks_for(few, H200, rows=rows).programs == 2 * 132
-    assert backend.decode_blocks_for(few, H200, rows=rows, queries=5).queries == 2
+    assert block_sizes.decode_blocks_for(few, H200, rows=rows).programs == 2 * 132
+    assert block_sizes.decode_blocks_for(few, H200, rows=rows, queries=5).queries == 2
 
 
 @pytest.mark.parametrize("heads", [16, 128])
@@ -76,5 +76,5 @@ def test_the_candidates_for_latent_rows_include_the_rules_sizes(heads: int, kind
 
 @pytest.mark.parametrize("problem", [LLAMA, dataclasses.replace(LLAMA, head_dim=512)], ids=["128", "512"])
 def test_the_candidates_include_the_rules_sizes(problem: Problem) -> None:
-    assert backend._decode_sizes(problem, H200) in backend.candidates("decode", problem, H200)
-    assert backend._prefill_sizes(problem, H200) in backend.candidates("prefill", problem, H200)
+    assert block_sizes._decode_sizes(problem, H200) in backend.candidates("decode", problem, H200)
+    assert block_sizes._prefill_sizes(problem, H200) in backend.candidates("prefill", problem, H200)

@@ -27,7 +27,7 @@ from pallas_kernels.paged_attention.mosaic_gpu import decode as mosaic_decode
 from pallas_kernels.paged_attention.mosaic_gpu.parts import MosaicGpuAttention
 from pallas_kernels.paged_attention.mosaic_tpu import backend as mosaic_tpu
 from pallas_kernels.paged_attention.mosaic_tpu.memory import Copies, KernelOperands, LoopSizes, TpuAttention
-from pallas_kernels.paged_attention.triton import backend as triton
+from pallas_kernels.paged_attention.triton import block_sizes
 from pallas_kernels.paged_attention.triton import decode as triton_decode
 from pallas_kernels.paged_attention.triton.tiles import TritonAttention
 from tests.pallas_kernels.paged_attention import test_paged_attention as suite
@@ -47,7 +47,7 @@ LENGTHS = jnp.asarray([100_000, 5000, 1500, 1], jnp.int32)
 def test_triton_lists_tiles_of_the_window_only() -> None:
     attention = TritonAttention(8, 4, 128, 16, 8000, 16000, 0.1, WINDOW, None, False)
     target = KernelTarget("cuda", "NVIDIA H200", (9, 0), cores=132)
-    blocks = triton.decode_blocks_for(Problem(32, 8, 128, 16, BF16, BF16), target, rows=4)
+    blocks = block_sizes.decode_blocks_for(Problem(32, 8, 128, 16, BF16, BF16), target, rows=4)
     first, end, _ = triton_decode._tiles(LENGTHS, attention, blocks)
     most = -(-WINDOW // blocks.block_kv) + 1
     assert (end - first).tolist()[-1] == 1
