@@ -187,7 +187,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 TIERED = ("write-through", "write-back", "latent")
 GROUPS_TIERED = ("groups-write-through", "groups-write-back")
-QUICK = SETTINGS.keys() - {"roomy", "wide"}
+QUICK = SETTINGS.keys() - {"roomy", "wide", "mixture"}
 SPECULATED = ("tiny-pool", "groups-write-back", "longrope", "latent")
 QUICK_IN_TURN = {"tiny-pool", "groups-write-back"}
 

@@ -324,7 +324,6 @@ CASES = [
 CORNERS_OF_INTERPRETED = {
     "a-long-decode-among-short-ones",
     "heads-9-of-3-dim-96-page-32",
-    "heads-6-of-2-dim-192-cap",
     "heads-4-of-2-dim-256-bf16-window-cap",
     "fp8-bf16-everything",
     "reuses-fp8-bf16-window",
@@ -332,7 +331,6 @@ CORNERS_OF_INTERPRETED = {
     "few-queries-of-a-long-row",
     "chunks-only-dim-192",
     "latent-of-deepseek-v3",
-    "latent-bf16-page-64",
     "few-queries-latent",
 }
 CORNERS = CORNERS_OF_INTERPRETED | {
