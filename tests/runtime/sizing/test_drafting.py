@@ -204,7 +204,7 @@ WIDER = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4}
         ("eagle3", {"eagle_config": {"use_mtp_layernorm": True}}, {}, {}, "use_mtp_layernorm"),
         ("eagle3", {"parallel_drafting": True}, {}, {}, "parallel_drafting"),
         ("eagle3", {"eagle_config": {"parallel_draft_step": 4}}, {}, {}, "parallel_draft_step=4 is not supported"),
-        ("mtp", {}, {}, {}, r"this checkpoint \(LlamaForCausalLM\) has no layer that drafts; GLM-4.5"),
+        ("mtp", {}, {}, {}, r"this checkpoint \(LlamaForCausalLM\) has no layer that drafts; DeepSeek-V3"),
     ],
     ids=lambda value: "",
 )
