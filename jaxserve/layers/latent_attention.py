@@ -91,7 +91,8 @@ def latent_attention(
     tokens, heads = len(x), params.query.shape[0]
     rank, plain = params.key_up.shape[1:]
     rotated = params.query.shape[1] - plain
-    rows, options, pool = batch.rows(layer.group), AttentionOptions(settings.scale), kv[layer.group]
+    backend, pool, options = settings.backend, kv[layer.group], AttentionOptions(settings.scale)
+    where = layer.index, batch.rows(layer.group), options, backend
     down = linear(x, params.down)
     low_rank = x
     if params.query_norm is not None:
@@ -100,34 +101,42 @@ def latent_attention(
     absorbed = linear_by_head(query[..., :plain], params.key_up)
     # Weights that a CPU packs can't be transposed
     can_expand = batch.starts_last and not isinstance(params.key_up, HeldWeight)
-    expanded = can_expand and expands(settings.backend, tokens, rank, plain + params.value_up.shape[1])
-    if takes_latent_products(settings.backend) and not expanded:
-        turns = rotation[0][:, 0, 0], rotation[1][:, 0, 1]
-        preparation = LatentPreparation(_NORM_EPSILON, params.latent_norm, turns)
-        where = pool, layer.index, rows, options, settings.backend
-        sums, pool = attend_to_latent(absorbed, query, down, preparation, *where)
-        values = linear_by_head(sums, params.value_up)
+    if can_expand and expands(backend, tokens, rank, plain + params.value_up.shape[1]):
+        query, row = _rotated(query, down, params, rotation)
+        absorbed = jnp.concatenate([absorbed, query[..., plain:]], axis=2)
+        pool = write_tokens(row, None, pool, layer.index, batch.rows(layer.group), backend)
+        continued = dataclasses.replace(batch.rows(layer.group), num_seqs=batch.num_continued)
+        sums, pool = paged_attention(absorbed, None, None, pool, layer.index, continued, options, backend)
+        started = _expanded(query, as_stored(row, pool, layer.index), params, batch, pool.page_size, settings)
+        is_continued = jnp.arange(tokens) < batch.query_starts[batch.num_continued]
+        values = jnp.where(is_continued[:, None, None], linear_by_head(sums, params.value_up), started)
     else:
-        latent = rms_norm(down[:, -rank - rotated : -rotated], params.latent_norm, _NORM_EPSILON)
-        turned = rotate(jnp.concatenate([query[..., plain:], down[:, None, -rotated:]], axis=1), *rotation)
-        row = jnp.concatenate([latent[:, None], turned[:, heads:]], axis=2)
-        absorbed = jnp.concatenate([absorbed, turned[:, :heads]], axis=2)
-        if expanded:
-            pool = write_tokens(row, None, pool, layer.index, rows, settings.backend)
-            continued, row_or_none = dataclasses.replace(rows, num_seqs=batch.num_continued), None
+        if takes_latent_products(backend):
+            turns = rotation[0][:, 0, 0], rotation[1][:, 0, 1]
+            preparation = LatentPreparation(_NORM_EPSILON, params.latent_norm, turns)
+            sums, pool = attend_to_latent(absorbed, query, down, preparation, pool, *where)
         else:
-            continued, row_or_none = rows, row
-        sums, pool = paged_attention(
-            absorbed, row_or_none, None, pool, layer.index, continued, options, settings.backend
-        )
+            query, row = _rotated(query, down, params, rotation)
+            absorbed = jnp.concatenate([absorbed, query[..., plain:]], axis=2)
+            sums, pool = paged_attention(absorbed, row, None, pool, *where)
         values = linear_by_head(sums, params.value_up)
-        if expanded:
-            query = jnp.concatenate([query[..., :plain], turned[:, :heads]], axis=2)
-            started = _expanded(query, as_stored(row, pool, layer.index), params, batch, pool.page_size, settings)
-            first = batch.query_starts[batch.num_continued]
-            values = jnp.where((jnp.arange(tokens) < first)[:, None, None], values, started)
     output = params.output.reshape(params.output.shape[0], -1)
     return row_parallel(values.reshape(tokens, -1), output, None), replace_pool(kv, layer.group, pool)
+
+
+def _rotated(
+    query: Float[Array, "tokens heads qk_head_dim"],
+    down: Float[Array, "tokens rows"],
+    params: LatentAttentionParams,
+    rotation: Rotation,
+) -> tuple[Float[Array, "tokens heads qk_head_dim"], Float[Array, "tokens 1 row"]]:
+    """Return the queries, of which the last part is rotated, and the rows of the tokens, normalized and rotated."""
+    heads, (rank, plain) = query.shape[1], params.key_up.shape[1:]
+    width = query.shape[2] - plain
+    turned = rotate(jnp.concatenate([query[..., plain:], down[:, None, -width:]], axis=1), *rotation)
+    latent = rms_norm(down[:, -rank - width : -width], params.latent_norm, _NORM_EPSILON)
+    row = jnp.concatenate([latent[:, None], turned[:, heads:]], axis=2)
+    return jnp.concatenate([query[..., :plain], turned[:, :heads]], axis=2), row
 
 
 def _expanded(
