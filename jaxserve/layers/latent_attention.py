@@ -30,11 +30,13 @@ from pallas_kernels.paged_attention import (
     Backend,
     LatentPreparation,
     PagedKV,
+    Problem,
     Rows,
     as_stored,
     kv_layout,
     kv_platform,
     paged_attention,
+    supports,
     takes_latent_products,
     write_tokens,
 )
@@ -99,9 +101,9 @@ def latent_attention(
         low_rank = rms_norm(down[:, : params.query_norm.shape[0]], params.query_norm, _NORM_EPSILON)
     query = linear(low_rank, params.query.reshape(heads * (plain + rotated), -1)).reshape(tokens, heads, -1)
     absorbed = linear_by_head(query[..., :plain], params.key_up)
-    # Weights that a CPU packs can't be transposed
-    can_expand = batch.starts_last and not isinstance(params.key_up, HeldWeight)
-    if can_expand and expands(backend, tokens, rank, plain + params.value_up.shape[1]):
+    if _can_expand(batch, query, params, pool, backend) and expands(
+        backend, tokens, rank, plain + params.value_up.shape[1]
+    ):
         query, row = _rotated(query, down, params, rotation)
         absorbed = jnp.concatenate([absorbed, query[..., plain:]], axis=2)
         pool = write_tokens(row, None, pool, layer.index, batch.rows(layer.group), backend)
@@ -122,6 +124,21 @@ def latent_attention(
         values = linear_by_head(sums, params.value_up)
     output = params.output.reshape(params.output.shape[0], -1)
     return row_parallel(values.reshape(tokens, -1), output, None), replace_pool(kv, layer.group, pool)
+
+
+def _can_expand(
+    batch: TokenBatch,
+    query: Float[Array, "tokens heads qk_head_dim"],
+    params: LatentAttentionParams,
+    pool: PagedKV,
+    backend: Backend,
+) -> bool:
+    """Return whether prompts can be expanded: for the order of rows, for the weights, and for the kernel."""
+    # Weights that a CPU packs can't be transposed
+    if not batch.starts_last or isinstance(params.key_up, HeldWeight):
+        return False
+    heads, size = query.shape[1], max(query.shape[2], params.value_up.shape[1])
+    return supports(backend, Problem(heads, heads, size, pool.page_size, query.dtype, query.dtype))
 
 
 def _rotated(
@@ -149,16 +166,17 @@ def _expanded(
 ) -> Float[Array, "tokens heads v_head_dim"]:
     """Attend from the tokens of rows that begin their sequence to each other; others have unspecified outputs.
 
-    Keys and values, padded to the size of keys, are written to pages that exist only here.
+    Keys and values, padded to the larger of their sizes, are written to pages that exist only here.
     """
     assert settings.scale is not None
-    tokens, heads, size = query.shape
+    tokens, heads, _ = query.shape
     rank, width = params.key_up.shape[1], params.value_up.shape[1]
     latent = row[:, 0, :rank]
     keys = jnp.einsum("tr,hrn->thn", latent, params.key_up, preferred_element_type=latent.dtype)
     keys = jnp.concatenate([keys, jnp.broadcast_to(row[..., rank:], (tokens, heads, row.shape[2] - rank))], axis=2)
     values = linear(latent, params.value_up.reshape(heads * width, rank)).reshape(tokens, heads, width)
-    values = jnp.pad(values, ((0, 0), (0, 0), (0, size - width)))
+    size = max(query.shape[2], width)
+    query, keys, values = (jnp.pad(x, ((0, 0), (0, 0), (0, size - x.shape[2]))) for x in (query, keys, values))
     rows, pool = _own_pages(batch, query, page_size, settings.backend)
     options = AttentionOptions(settings.scale)
     out, _ = paged_attention(query, keys, values, pool, 0, rows, options, settings.backend)
@@ -166,7 +184,7 @@ def _expanded(
 
 
 def _own_pages(
-    batch: TokenBatch, query: Float[Array, "tokens heads qk_head_dim"], page_size: int, backend: Backend
+    batch: TokenBatch, query: Float[Array, "tokens heads size"], page_size: int, backend: Backend
 ) -> tuple[Rows, PagedKV]:
     """Return the rows that begin their sequence, over a pool that has pages for the tokens of the batch alone."""
     tokens, heads, size = query.shape

@@ -15,6 +15,7 @@ from pallas_kernels.paged_attention.backends import (
     addressable_pages,
     choose_backend,
     kv_platform,
+    supports,
     takes_latent_products,
     takes_qkv,
 )
@@ -47,6 +48,7 @@ __all__ = [
     "paged_attention",
     "qkv_attention",
     "read_pages",
+    "supports",
     "takes_latent_products",
     "takes_qkv",
     "target_of",

@@ -56,6 +56,11 @@ def choose_backend(target: KernelTarget, problem: Problem | Sequence[Problem], r
     return BACKENDS.check_requested(requested, target, *problems)
 
 
+def supports(backend: Backend, problem: Problem) -> bool:
+    """Return whether a backend that was chosen for other problems supports this one, too."""
+    return BACKENDS.refusal(backend.name, backend.target, (problem,)) is None
+
+
 def kv_platform(backend: Backend) -> str:
     """Return the platform for `kv_layout`: a TPU's kernel reads a TPU's pool, also if it is interpreted."""
     return "tpu" if backend.name == "mosaic_tpu" else backend.target.platform

@@ -15,7 +15,8 @@ from jaxserve.layers.rope import Rotation
 from pallas_kernels.paged_attention import Backend, PagedKV, kv_layout
 from tests.models.forward import cpu_mesh
 
-TOKENS, DIM, HEADS, LOW_RANK, RANK, PLAIN, ROTATED, WIDTH = 32, 24, 3, 20, 40, 8, 6, 10
+# Values are wider than keys
+TOKENS, DIM, HEADS, LOW_RANK, RANK, PLAIN, ROTATED, WIDTH = 32, 24, 3, 20, 60, 8, 6, 16
 PAGE, PAGES, EPS, SCALE = 4, 20, 1e-5, 0.2
 # Rows as (tokens of earlier steps, new tokens): a decode, a chunk that continues a prompt, and two that begin one
 ROWS = ((5, 1), (6, 7), (0, 9), (0, 11))

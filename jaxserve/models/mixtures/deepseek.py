@@ -96,19 +96,13 @@ def parse(fields: Fields) -> common.Config:
 def _latent(fields: Fields, default: _ConfigDefaults) -> LatentSizes:
     # null says that queries have no low-rank form; a missing field doesn't
     whole = "q_lora_rank" in fields.raw and fields.get("q_lora_rank") is None
-    sizes = LatentSizes(
+    return LatentSizes(
         None if whole else fields.integer("q_lora_rank", WIDTH, default.q_lora_rank),
         fields.integer("kv_lora_rank", WIDTH, 512),
         fields.integer("qk_nope_head_dim", HEAD_DIM, default.qk_nope_head_dim),
         fields.integer("qk_rope_head_dim", HEAD_DIM, 64),
         fields.integer("v_head_dim", HEAD_DIM, default.v_head_dim),
     )
-    if sizes.v_head_dim > sizes.query:
-        raise ConfigError(
-            f"{fields.where}: v_head_dim={sizes.v_head_dim} is more than the size of keys, qk_nope_head_dim + "
-            f"qk_rope_head_dim = {sizes.query}, which is not supported"
-        )
-    return sizes
 
 
 def _attention_scale(latent: LatentSizes, rope: RopeConfig) -> float:
