@@ -56,7 +56,8 @@ def deployed(target: str, name: str, layers: int | None = LAYERS, **mesh: Any) -
         raw = raw | types | dense | {"num_hidden_layers": layers}
     settings: dict[str, Any] = {"page_size": 16 if target.startswith("nvidia") else 32, "cuda_graph_bs": (64, 256)}
     config = resolve_dp_mode(EngineConfig(max_running_requests=256, **settings, **mesh))
-    return deploy(config, parse_model_config(raw), facts_of_target(target))
+    hosts = -(-config.tp_size // 8) if target.startswith("nvidia") else 1
+    return deploy(config, parse_model_config(raw), facts_of_target(target, hosts))
 
 
 def compiled(target: str, name: str, key: ProgramKey, layers: int = LAYERS, **mesh: Any) -> tuple[ProgramReport, str]:

@@ -116,7 +116,7 @@ def free_bytes(device: Any) -> int:
     return facts_of_device(device).memory_bytes - int((device.memory_stats() or {}).get("bytes_in_use", 0))
 
 
-def facts_of_target(name: str) -> DeviceFacts:
-    """Return the facts about a device that isn't attached. Raises `ConfigError` for an unknown target."""
+def facts_of_target(name: str, nnodes: int = 1) -> DeviceFacts:
+    """Return the facts about a device of hosts that aren't here. Raises `ConfigError` for an unknown target."""
     target: DeviceTarget = load_target(name)
-    return DeviceFacts(target_of(target), target.memory_bytes, max(target.topologies))
+    return DeviceFacts(target_of(target), target.memory_bytes, target.max_devices(nnodes))

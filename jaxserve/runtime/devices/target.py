@@ -27,7 +27,8 @@ class DeviceTarget:
 
     `device_kind` and `compute_capability` are jax's names for it. `extra` is the extra of jaxserve that installs its
     compiler, `environment` the variables that the compiler needs to start without a device, `topologies` the arguments
-    of `get_topology_desc` by number of devices, `target_config` XLA's description of a GPU.
+    of `get_topology_desc` by number of devices, `target_config` XLA's description of a GPU. `devices_per_host` is the
+    most that a host has; if it is None, every topology counts as one host.
     For one device, `memory_bytes` is the memory that programs can use, `memory_bandwidth` is in bytes per second, and
     `peak_flops` is the dense rate by operand type; the hardware has no units for a type that is missing.
     """
@@ -43,6 +44,12 @@ class DeviceTarget:
     topologies: Mapping[int, Mapping[str, Any]]
     compute_capability: str | None = None
     target_config: str | None = None
+    devices_per_host: int | None = None
+
+    def max_devices(self, nnodes: int) -> int:
+        """Return the most devices that `nnodes` hosts have, and that there is a topology of."""
+        most = max(self.topologies)
+        return most if self.devices_per_host is None else min(most, nnodes * self.devices_per_host)
 
     def topology(self, count: int) -> Mapping[str, Any]:
         """Return the smallest topology of at least `count` devices. Raises `ConfigError` if none is large enough."""

@@ -50,6 +50,8 @@ KERNELS: list[Kernel] = [
                 decode_only=max_queries is not None,
                 max_queries=max_queries,
                 writes=True,
+                value_dim=None,
+                chunks_only=False,
             )
         )
         for dtype, window, soft_cap, sinks, max_queries in (

@@ -45,8 +45,13 @@ def test_the_smallest_sufficient_topology_is_chosen() -> None:
 
 
 def test_more_devices_than_any_topology_has_are_refused() -> None:
-    with pytest.raises(ConfigError, match="'nvidia-h200' has no topology of 16 devices: 8 are the most"):
-        load_target("nvidia-h200").topology(16)
+    with pytest.raises(ConfigError, match="'nvidia-h200' has no topology of 32 devices: 16 are the most"):
+        load_target("nvidia-h200").topology(32)
+
+
+def test_a_host_has_so_many_devices() -> None:
+    assert [load_target("nvidia-h200").max_devices(nnodes) for nnodes in (1, 2, 3)] == [8, 16, 16]
+    assert load_target("tpu-v6e").max_devices(1) == 8
 
 
 def test_the_error_for_an_unknown_target_lists_the_targets() -> None:
