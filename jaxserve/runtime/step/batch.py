@@ -135,7 +135,9 @@ def _fields(chunks: list[Chunk], shape: StepShape, capacity: Capacity) -> dict[s
         return fields
     if shape.all_drawn:
         return {**fields, "ends": _padded(itertools.accumulate(chunk.length for chunk in chunks), shape.rows)}
-    assert [chunk.start == 0 for chunk in chunks] == sorted(chunk.start == 0 for chunk in chunks), chunks
+    prompts = itertools.takewhile(lambda chunk: chunk.tokens is not None, reversed(chunks))
+    continued = [chunk.start > 0 for chunk in prompts]
+    assert continued == sorted(continued), "chunks that begin their sequence come last"
     tokens: list[int] = []
     ends: list[int] = []
     for chunk in chunks:
