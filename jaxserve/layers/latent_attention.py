@@ -3,11 +3,11 @@
 The row has a latent vector, of which each head makes a key and a value, and the part of the key that is rotated. There
 are two forms of the same mathematics:
 
-- Absorbed: a query is multiplied by the weights that make keys, and the weighted sum of latent vectors by those that
-  make values. So no key and no value of a head exists, and a page is read once for all heads.
-- Expanded: keys and values of the step's tokens are made, and attention computes with them. A pair of a query and a key
-  costs less, 320 products instead of 1,088 in DeepSeek-V3. It is for prompts from their first token on, because
-  the tokens of earlier steps would have to be expanded again.
+- Absorbed: attention compares queries with the rows themselves. Before it, each query is multiplied by the weights that
+  make keys; after it, each sum of latent vectors by the weights that make values. Keys and values of heads never exist.
+- Expanded: the keys and values of all heads are made from the rows of the step's tokens, and attention reads these. A
+  pair of a query and a key takes 320 products in DeepSeek-V3, instead of 1,088. It serves prompts that begin in the
+  step: the tokens of earlier steps would have to be expanded again.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class LatentAttentionParams:
 
 
 def expands(backend: Backend, tokens: int, kv_lora_rank: int, expanded: int) -> bool:
-    """Return whether a program with prompts of `tokens` tokens computes those that begin in it in the expanded form.
+    """Return whether a program for `tokens` tokens expands the prompts that begin in its step.
 
     It does if a prompt of this length takes fewer products then: for DeepSeek-V3, one of more than 341 tokens. A row
     has `expanded` numbers of a key and a value in each head, besides the rotated ones. A CPU never expands rows, so

@@ -128,7 +128,7 @@ def _deepseek(config: Mapping[str, Any]) -> Mapping[str, Any]:
     # Files of V2 of before January 2025 don't say how scores are made, nor do those of GLM-4.7-Flash
     unsaid = "sigmoid" if config["vocab_size"] == _VOCABULARY_OF_GLM else "softmax"
     scores = {0: unsaid, 1: "softmax", 2: "sigmoid"}.get(config["scoring_func"], config["scoring_func"])
-    # Files of before October 2025 don't tell groups; all released models with so many experts have these
+    # Files written before October 2025 have no groups; all released models with 160 or 256 experts have these
     groups, best = {160: (8, 3), 256: (8, 4)}.get(config["n_routed_experts"], (1, 1))
     rope = dict(config["rope_parameters"])
     if "mscale_all_dim" in rope:

@@ -98,7 +98,7 @@ class GGUFFile:
             out -= np.asarray(self._norm_offset, out.dtype)
 
     def _read_halves(self, name: str, window: Window, out: np.ndarray[Any, Any]) -> None:
-        """Read a window of `kv_b_proj`: the rows of a head that make its keys, then those that make its values."""
+        """Read a window of `kv_b_proj`: for each head, the rows that make its keys, then those that make its values."""
         rows, columns = window
         keys, values = self._halves[name]
         plain, size = self._tensors[keys][0].shape[2], self._tensors[values][0].shape[1]

@@ -81,7 +81,7 @@ class PagedKV:
     ) -> Shaped[Array, "kv_heads *some page_size width"]:
         """Return the keys (0) or values (1) of some entries of the pool, which must exist.
 
-        The width is `head_dim`; that of the values of latent rows is `value_dim`.
+        They are `head_dim` numbers wide; values of latent rows are `value_dim` wide.
         """
         pool = self.pools[which * (_num_arrays(self) - 1)]
         start = which * (pool.shape[3] // 2) if self.joined else 0

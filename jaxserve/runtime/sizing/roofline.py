@@ -60,8 +60,8 @@ class Roofline:
     the cost of the layers by window. `peak_flops` is None if it is unknown for the type.
 
     All experts take `expert_bytes`. Each token chooses a `chosen_share` of them, evenly, and a step reads the experts
-    that tokens of any of `expert_ranks` ranks chose. A program has room for all experts of all its tokens:
-    `idle_row_bytes` are those that it would move, for each token, for experts of other devices.
+    that tokens of any of `expert_ranks` ranks chose. A program has a row for each token and each of
+    its experts; `idle_row_bytes` are the bytes of the rows of a token whose experts other devices have.
     """
 
     bandwidth: float

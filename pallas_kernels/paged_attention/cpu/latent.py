@@ -56,7 +56,7 @@ def partial_bytes(facts: CpuAttention) -> int:
 def count_items(
     f: Function, facts: CpuAttention, shared: SharedOperands, num_seqs: Value, tile_rows: Value
 ) -> tuple[Value, Value]:
-    """Return the number of items, and of those that are one of several chunks."""
+    """Return how many items there are, and how many of them compute one of several chunks of a tile."""
 
     def add(row: Value, first: Value, items: Value, partials: Value) -> list[Value]:
         count = _num_items(f, facts, shared, row, first, tile_rows)

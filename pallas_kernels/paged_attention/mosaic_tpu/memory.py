@@ -176,7 +176,7 @@ def scratch_types(attention: TpuAttention, sizes: LoopSizes, pages: int) -> Loop
 
 
 def whole_lanes(width: int) -> int:
-    """Return the lanes of so many numbers: whole rows of memory."""
+    """Return the number of lanes that hold these numbers, rounded up to whole rows of memory."""
     return width + -width % LANES
 
 

@@ -148,7 +148,7 @@ def _decode_sizes(problem: Problem, target: KernelTarget) -> dict[str, int]:
 def _packed_rows(problem: Problem, target: KernelTarget) -> int:
     """Return how many rows a tile of packed queries has at most, so that no registers are spilled.
 
-    With 16 rows, as many as a single query's tile has, tensor cores compute nothing more than without packing.
+    A tile of a single query has 16 rows as well, so tensor cores compute no more than without packing.
     """
     if is_float8(problem.kv_dtype) and _queries_in_registers(target):
         return 1

@@ -49,7 +49,7 @@ def test_more_devices_than_any_topology_has_are_refused() -> None:
         load_target("nvidia-h200").topology(32)
 
 
-def test_a_host_has_so_many_devices() -> None:
+def test_the_devices_of_all_hosts_count() -> None:
     assert [load_target("nvidia-h200").max_devices(nnodes) for nnodes in (1, 2, 3)] == [8, 16, 16]
     assert load_target("tpu-v6e").max_devices(1) == 8
 
