@@ -7,18 +7,19 @@ that has a `finish_reason`, also when the engine dies.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import math
+import os
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+
+import msgspec
 
 from jaxserve.api_types import EngineInfo, EngineRequest, EngineStats, ProfileInfo, ReplicaStats
 from jaxserve.config.schema import EngineConfig
+from jaxserve.engine.client.engine_processes import WORKER_MODULE, EngineProcesses
 from jaxserve.engine.client.stream import EventObserver, RequestStream
-from jaxserve.engine.process.launch_protocol import WHOLE_MACHINE, ReplicaResources
-from jaxserve.engine.process.supervisor import EngineProcess
+from jaxserve.engine.process.launch_protocol import EngineEndpoint
 from jaxserve.engine.process.transport import (
     Abort,
     Add,
@@ -30,7 +31,6 @@ from jaxserve.engine.process.transport import (
     Idle,
     ProfileAnswer,
     ReadStats,
-    Shutdown,
     StartProfile,
     StatsReading,
     StepEvents,
@@ -44,8 +44,6 @@ from jaxserve.errors import (
     RequestFailedError,
 )
 
-WORKER_MODULE = "jaxserve.worker"
-
 Answer = EngineStats | int | ProfileInfo
 
 # How often a call that waits for its answer checks that the engine is still responsive.
@@ -56,29 +54,44 @@ _IDLE_CALL_LIMIT, _IDLE_HEALTH_LIMIT = 10.0, 30.0
 
 
 class EngineClient:
-    """An engine in its own process. `launch` starts it, `shutdown` ends it; it belongs to one event loop.
+    """A client of the engine process at `endpoint`: number `client` of those that the engine knows, on one event loop.
 
-    `stats` is the last reading received. `on_death` resolves with the reason when the process ends unexpectedly.
+    `stats` is the last reading received. `on_death` resolves with the reason when the engine ends unexpectedly.
+    `shutdown` closes the client, and ends `processes`, if they are given, which are the engine's. `clock` returns
+    seconds for the watchdog.
     """
 
     def __init__(
-        self, process: EngineProcess, transport: ClientTransport, config: EngineConfig, clock: Callable[[], float]
+        self,
+        endpoint: EngineEndpoint,
+        config: EngineConfig,
+        *,
+        client: int = 0,
+        processes: EngineProcesses | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._process = process
-        self._transport = transport
+        self._transport = ClientTransport(endpoint.command_address, endpoint.client_addresses[client])
+        self._client = client
+        self._processes = processes
         self._clock = clock
         self._watchdog_timeout = config.watchdog_timeout
         self._loop = asyncio.get_running_loop()
         self._streams: dict[str, RequestStream] = {}
         self._answers: dict[int, asyncio.Future[Answer]] = {}
-        self._numbers = itertools.count()
+        # Answers to an earlier process with this client number may still arrive.
+        self._numbers = itertools.count(os.getpid() << 32)
         self._last_progress = self._last_heard = clock()
         self._is_idle = True  # until the first request or command
         self._is_closed = False
         self._dead: str | None = None
-        self.info: EngineInfo
+        self.pid = endpoint.pid
+        self.info: EngineInfo = endpoint.info
         self.stats = EngineStats()
         self.on_death: asyncio.Future[str] = self._loop.create_future()
+        self._loop.add_reader(self._transport.fileno(), self._receive)
+        self._receive()
+        if processes is not None:
+            processes.on_death.add_done_callback(lambda death: self.end(death.result()))
 
     @classmethod
     async def launch(
@@ -86,35 +99,11 @@ class EngineClient:
         config: EngineConfig,
         *,
         module: str = WORKER_MODULE,
-        resources: ReplicaResources = WHOLE_MACHINE,
         clock: Callable[[], float] = time.monotonic,
     ) -> EngineClient:
-        """Start the engine process and wait until it is ready. `clock` returns seconds for the watchdog.
-
-        Raise the engine's own `ConfigError` or `ModelNotFoundError`, and `EngineDeadError` for any other failure.
-        """
-        process = EngineProcess(config, module, resources)
-        try:
-            transport = ClientTransport(process.command_address, process.client_address)
-        except BaseException:
-            await run_to_completion(process.stop(timeout=0.0))
-            raise
-        client = cls(process, transport, config, clock)
-        try:
-            client.info = await process.started()
-        except BaseException:
-            await run_to_completion(client.shutdown(timeout=0.0))
-            raise
-        client._last_heard = clock()
-        client._loop.add_reader(transport.fileno(), client._receive)
-        client._receive()
-        process.ended.add_done_callback(lambda ended: client._on_exit(ended.result()))
-        return client
-
-    @property
-    def pid(self) -> int:
-        """The process id of the engine."""
-        return self._process.pid
+        """Start the engine process, as `EngineProcesses.launch` does, and return its only client."""
+        processes = await EngineProcesses.launch(config, module=module)
+        return cls(processes.endpoints[0], config, processes=processes, clock=clock)
 
     @property
     def replicas(self) -> tuple[ReplicaStats, ...]:
@@ -151,6 +140,8 @@ class EngineClient:
             if name in self._streams or name in streams:
                 raise InvalidRequestError(f"a request with the id {name!r} is open already", param="request_id")
             streams[name] = RequestStream(request, self.abort, observe)
+        if self._client:
+            requests = [msgspec.structs.replace(request, client=self._client) for request in requests]
         self._transport.send(Add(list(requests)))
         self._streams |= streams
         self._is_idle = False
@@ -167,13 +158,13 @@ class EngineClient:
 
         Raise `TimeoutError`, `EngineUnresponsiveError` if waiting is useless, or `EngineDeadError`.
         """
-        stats = await self._call(lambda number: ReadStats(0, number), timeout)
+        stats = await self._call(lambda number: ReadStats(self._client, number), timeout)
         assert isinstance(stats, EngineStats)
         return stats
 
     async def flush_cache(self, timeout: float = 5.0) -> int:
         """Remove all cached prefixes and return how many pages this freed. Raise the errors of `refresh_stats`."""
-        num_pages = await self._call(lambda number: FlushCache(0, number), timeout)
+        num_pages = await self._call(lambda number: FlushCache(self._client, number), timeout)
         assert isinstance(num_pages, int)
         return num_pages
 
@@ -190,28 +181,36 @@ class EngineClient:
         `output_dir` is a folder within `profile_dir`. Raise the engine's own `InvalidRequestError` or
         `RequestFailedError`, or the errors of `refresh_stats`.
         """
-        profile = await self._call(lambda number: StartProfile(0, number, output_dir, num_steps, with_stack), timeout)
+        profile = await self._call(
+            lambda number: StartProfile(self._client, number, output_dir, num_steps, with_stack), timeout
+        )
         assert isinstance(profile, ProfileInfo)
         return profile
 
     async def stop_profile(self, timeout: float = 600.0) -> ProfileInfo:
         """End the profile and wait until it is written; requests continue. Raise the errors of `start_profile`."""
-        profile = await self._call(lambda number: StopProfile(0, number), timeout)
+        profile = await self._call(lambda number: StopProfile(self._client, number), timeout)
         assert isinstance(profile, ProfileInfo)
         return profile
 
     async def shutdown(self, timeout: float = 10.0) -> None:
-        """End the engine, by force after `timeout` seconds; open requests and calls end with an error."""
+        """Close the client; open requests and calls end with an error. End its own engine, by force after `timeout`
+        seconds."""
         if self._is_closed:
             return
         self._is_closed = True
-        if not self._process.ended.done():
-            with contextlib.suppress(OSError):
-                self._transport.send(Shutdown())
         self.mark_dead("the engine has been shut down")
-        await self._process.stop(timeout)
+        if self._processes is not None:
+            await self._processes.shutdown(timeout)
         self._loop.remove_reader(self._transport.fileno())
         self._transport.close()
+
+    def end(self, reason: str) -> None:
+        """Report that the engine has ended unexpectedly: take its last messages, then end everything with `reason`."""
+        if not self._is_closed:
+            self._receive()
+            self.mark_dead(reason)
+            self.on_death.set_result(reason)
 
     def mark_dead(self, reason: str) -> None:
         """Reject all further calls with `reason`; end open streams and calls with it."""
@@ -304,24 +303,3 @@ class EngineClient:
             waiting.set_exception(answer)
         else:
             waiting.set_result(answer)
-
-    def _on_exit(self, reason: str) -> None:
-        if self._is_closed:
-            return
-        self._receive()
-        self.mark_dead(reason)
-        self.on_death.set_result(reason)
-
-
-async def run_to_completion(work: Coroutine[Any, Any, None]) -> None:
-    """Finish `work` even if the caller is cancelled meanwhile: an incomplete clean-up would leave a process behind."""
-    task = asyncio.ensure_future(work)
-    cancelled: asyncio.CancelledError | None = None
-    while not task.done():
-        try:
-            await asyncio.shield(task)
-        except asyncio.CancelledError as error:
-            cancelled = error
-    task.result()
-    if cancelled is not None:
-        raise cancelled

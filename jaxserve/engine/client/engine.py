@@ -14,9 +14,12 @@ from typing import Protocol
 from jaxserve.api_types import EngineInfo, EngineRequest, EngineStats, ProfileInfo, ReplicaStats
 from jaxserve.config.data_parallel import resolve_dp_mode
 from jaxserve.config.schema import EngineConfig
-from jaxserve.engine.client.async_client import WORKER_MODULE, EngineClient
+from jaxserve.engine.client.async_client import EngineClient
+from jaxserve.engine.client.engine_processes import WORKER_MODULE, EngineProcesses, run_to_completion
+from jaxserve.engine.client.placements import NewsLine
 from jaxserve.engine.client.replicas import Replicas
 from jaxserve.engine.client.stream import RequestStream
+from jaxserve.engine.process.launch_protocol import EngineEndpoint
 from jaxserve.engine.process.supervisor import EngineProcess
 from jaxserve.errors import JaxserveError
 
@@ -57,18 +60,36 @@ class Engine(Protocol):
 
     async def stop_profile(self) -> ProfileInfo: ...
 
+    def end(self, reason: str) -> None: ...
+
     async def shutdown(self) -> None: ...
 
 
 async def launch_engine(config: EngineConfig, *, module: str = WORKER_MODULE) -> Engine:
     """Start the engine processes that `--dp-mode` requires and wait until they are ready.
 
-    Raise the errors of `EngineClient.launch`.
+    `shutdown` ends them. Raise the errors of `EngineProcesses.launch`.
     """
-    config = resolve_dp_mode(config)
-    if config.dp_mode == "replicas":
-        return await Replicas.launch(config, module=module)
-    return await EngineClient.launch(config, module=module)
+    processes = await EngineProcesses.launch(config, module=module)
+    try:
+        return await attach_engine(processes.endpoints, config, processes=processes)
+    except BaseException:
+        await run_to_completion(processes.shutdown(timeout=0.0))
+        raise
+
+
+async def attach_engine(
+    endpoints: Sequence[EngineEndpoint],
+    config: EngineConfig,
+    *,
+    client: int = 0,
+    processes: EngineProcesses | None = None,
+    line: NewsLine | None = None,
+) -> Engine:
+    """Return the client number `client` of a running engine, or of all its replicas; see `Replicas.attach`."""
+    if len(endpoints) > 1:
+        return await Replicas.attach(endpoints, config, client=client, processes=processes, line=line)
+    return EngineClient(endpoints[0], config, client=client, processes=processes)
 
 
 async def launch_follower(config: EngineConfig, *, module: str = WORKER_MODULE) -> EngineProcess:

@@ -1,16 +1,18 @@
 """Chooses the replica for each request: the one that finishes it soonest at the least cost to other requests.
 
 The unit of cost is a token to compute. The router knows only what the server's process knows: which prompts it sent to
-which replica, and which of them have begun to answer or ended. It sends nothing and holds no stream. A request stays on
-its replica; replicas share nothing, and none waits for another.
+which replica, and which of them have begun to answer or ended. Where several API processes place requests, each tells
+the others. The router holds no stream. A request stays on its replica; replicas share nothing, and none waits for
+another.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from jaxserve.api_types import EngineRequest, TokenEvent
+from jaxserve.engine.client.placements import Began, CachesCleared, Ended, News, Placed
 from jaxserve.engine.client.prefix_index import PrefixIndex, page_names
 from jaxserve.engine.scheduling.rank_router import CACHED_WEIGHT, CROWDED_SHARE, SEQUENCE_TOKENS
 
@@ -29,15 +31,28 @@ class _ReplicaLoad:
 class _PlacedRequest:
     replica: int
     pending_tokens: int
+    origin: int | None  # the other API process that placed it
 
 
 class ReplicaRouter:
-    """A router over equal replicas: each runs up to `num_slots` requests at once and caches up to `num_pages` pages."""
+    """A router over equal replicas: each runs up to `num_slots` requests at once and caches up to `num_pages` pages.
 
-    def __init__(self, num_replicas: int, *, num_slots: int, num_pages: int, page_size: int) -> None:
+    `tell` is called with what other API processes must know.
+    """
+
+    def __init__(
+        self,
+        num_replicas: int,
+        *,
+        num_slots: int,
+        num_pages: int,
+        page_size: int,
+        tell: Callable[[News], None] | None = None,
+    ) -> None:
         self._loads = [_ReplicaLoad(num_slots, PrefixIndex(num_pages)) for _ in range(num_replicas)]
         self._page_size = page_size
         self._open: dict[str, _PlacedRequest] = {}
+        self._tell = tell
 
     @property
     def num_open(self) -> int:
@@ -57,12 +72,18 @@ class ReplicaRouter:
         names = page_names(request.namespace, request.prompt_ids, self._page_size)
         cached = [load.index.match(names[:reusable]) * self._page_size for load in self._loads]
         best = self._best(cached)
-        load = self._loads[best]
-        load.index.add(names)
-        load.num_open += 1
-        load.pending_tokens += length - cached[best]
-        self._open[request.request_id] = _PlacedRequest(best, length - cached[best])
+        placed = Placed(request.request_id, best, length - cached[best], names)
+        self._add(placed)
+        if self._tell is not None:
+            self._tell(placed)
         return best
+
+    def _add(self, placed: Placed, origin: int | None = None) -> None:
+        load = self._loads[placed.replica]
+        load.index.add(placed.page_names)
+        load.num_open += 1
+        load.pending_tokens += placed.pending_tokens
+        self._open[placed.request_id] = _PlacedRequest(placed.replica, placed.pending_tokens, origin)
 
     def _best(self, cached: Sequence[int]) -> int:
         fewest = min(load.num_open for load in self._loads)
@@ -81,26 +102,45 @@ class ReplicaRouter:
 
     def observe(self, event: TokenEvent) -> None:
         """Process the first or the last event of a placed request."""
-        placed = self._open.get(event.request_id)
-        if placed is None:
-            return
-        load = self._loads[placed.replica]
-        load.pending_tokens -= placed.pending_tokens
-        placed.pending_tokens = 0
-        if event.finish_reason is not None:
-            self.remove(event.request_id)
-            if event.usage is not None:
-                load.index.add_outputs(event.usage.completion_tokens // self._page_size)
+        if event.finish_reason is None:
+            self._apply(Began(event.request_id))
+        else:
+            num_tokens = event.usage.completion_tokens if event.usage is not None else 0
+            self._apply(Ended(event.request_id, num_tokens // self._page_size))
 
     def remove(self, request_id: str) -> None:
-        """Stop counting a request that has ended, or that was placed but not sent."""
-        placed = self._open.pop(request_id, None)
-        if placed is not None:
-            load = self._loads[placed.replica]
-            load.num_open -= 1
-            load.pending_tokens -= placed.pending_tokens
+        """Stop counting a request that was placed but not sent."""
+        self._apply(Ended(request_id))
 
     def clear_caches(self) -> None:
         """Forget all cached prefixes, because the replicas' caches were flushed."""
-        for load in self._loads:
-            load.index.clear()
+        self._apply(CachesCleared())
+
+    def _apply(self, news: News) -> None:
+        self.hear(news)
+        if self._tell is not None:
+            self._tell(news)
+
+    def hear(self, news: News, origin: int | None = None) -> None:
+        """Take news, of this API process or of the other one `origin`."""
+        match news:
+            case Placed():
+                self._add(news, origin)
+            case Began(request_id):
+                if (placed := self._open.get(request_id)) is not None:
+                    self._loads[placed.replica].pending_tokens -= placed.pending_tokens
+                    placed.pending_tokens = 0
+            case Ended(request_id, num_output_pages):
+                if (placed := self._open.pop(request_id, None)) is not None:
+                    load = self._loads[placed.replica]
+                    load.num_open -= 1
+                    load.pending_tokens -= placed.pending_tokens
+                    load.index.add_outputs(num_output_pages)
+            case CachesCleared():
+                for load in self._loads:
+                    load.index.clear()
+
+    def forget(self, origin: int) -> None:
+        """Stop counting the requests of another API process, which has ended."""
+        for request_id in [name for name, placed in self._open.items() if placed.origin == origin]:
+            self.hear(Ended(request_id))

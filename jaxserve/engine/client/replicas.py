@@ -1,16 +1,14 @@
 """Several engines behind the interface of one, each in its own process and on its own devices: `--dp-mode replicas`.
 
-It sends each request to a replica, and combines the replicas' descriptions, readings, health and shutdown. If a replica
-ends unexpectedly, all open requests fail and the service ends, as with a single engine. `EngineClient` talks to each
-engine process. This module belongs to one asyncio loop.
+It sends each request to a replica, and combines the replicas' descriptions, readings and health. If a replica ends
+unexpectedly, all open requests fail and the service ends, as with a single engine. `EngineClient` talks to each engine
+process. This module belongs to one asyncio loop.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
-import logging
 import os
 import random
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -20,54 +18,74 @@ import msgspec
 from jaxserve.api_types import EngineRequest, EngineStats, ProfileInfo, ReplicaStats
 from jaxserve.config.schema import EngineConfig
 from jaxserve.engine.client.aggregate import merge_info, merge_stats, replica_name
-from jaxserve.engine.client.async_client import WORKER_MODULE, EngineClient, run_to_completion
-from jaxserve.engine.client.device_assignment import assign_devices, find_devices
+from jaxserve.engine.client.async_client import EngineClient
+from jaxserve.engine.client.engine_processes import EngineProcesses
+from jaxserve.engine.client.placements import News, NewsLine
 from jaxserve.engine.client.replica_router import ReplicaRouter
 from jaxserve.engine.client.stream import RequestStream
-from jaxserve.engine.process.launch_protocol import ReplicaResources
+from jaxserve.engine.process.launch_protocol import EngineEndpoint
 from jaxserve.errors import EngineDeadError, InvalidRequestError, JaxserveError
 
-logger = logging.getLogger("jaxserve.engine")
+# A replica that is ready answers at once, but a machine may be slow.
+_FIRST_READING_TIMEOUT = 60.0
+_NEWS = msgspec.msgpack.Decoder(News)
 
 
 class Replicas:
-    """Several equal engines as one. `launch` starts them, `shutdown` ends them.
+    """Several equal engines as one. `attach` makes one, `shutdown` ends it.
 
-    `on_death` resolves with the reason when one of them ends unexpectedly.
+    `on_death` resolves with the reason when an engine ends unexpectedly.
     """
 
-    def __init__(self, engines: Sequence[EngineClient], router: ReplicaRouter, config: EngineConfig) -> None:
-        self._engines = tuple(engines)
-        self._router = router
-        self._max_queued_requests = config.max_queued_requests
-        self._random = random.Random(config.random_seed)
-        self._dead: str | None = None
-        self.info = merge_info([engine.info for engine in engines])
-        self.on_death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        for number, engine in enumerate(engines):
-            engine.on_death.add_done_callback(functools.partial(self._on_death, number))
-
-    @classmethod
-    async def launch(cls, config: EngineConfig, *, module: str = WORKER_MODULE) -> Replicas:
-        """Start `dp_size` engines at once and wait until all are ready.
-
-        Raise the error of the first engine that fails to start; then no process is left.
-        """
-        own = assign_devices(config, await find_devices(config), os.environ)
-        for resources in own:
-            given = " ".join(f"{name}={value}" for name, value in resources.environment.items())
-            logger.info("Starting replica %s of %d, with %s", resources.name, len(own), given)
-        # The queue limit holds for all replicas together, so it is checked here.
-        replica_config = msgspec.structs.replace(config, max_queued_requests=None)
-        engines = await _launch_all([_launch_replica(replica_config, module, resources) for resources in own])
+    def __init__(
+        self,
+        engines: Sequence[EngineClient],
+        config: EngineConfig,
+        processes: EngineProcesses | None = None,
+        line: NewsLine | None = None,
+    ) -> None:
         info, stats = engines[0].info, engines[0].stats
-        router = ReplicaRouter(
+        self._engines = tuple(engines)
+        self._processes = processes
+        self._line = line
+        self._router = ReplicaRouter(
             len(engines),
             num_slots=info.max_running_requests,
             num_pages=0 if config.disable_radix_cache else info.num_pages + stats.num_host_pages,
             page_size=info.page_size,
+            tell=None if line is None else self._tell,
         )
-        return cls(engines, router, config)
+        self._max_queued_requests = config.max_queued_requests
+        # Another API process must not draw the same seeds.
+        self._random = random.Random(config.random_seed if line is None else None)
+        self._dead: str | None = None
+        self.info = merge_info([engine.info for engine in engines])
+        self.on_death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        if processes is not None:
+            processes.on_death.add_done_callback(lambda death: self.end(death.result()))
+        if line is not None:
+            line.listener = self
+
+    @classmethod
+    async def attach(
+        cls,
+        endpoints: Sequence[EngineEndpoint],
+        config: EngineConfig,
+        *,
+        client: int = 0,
+        processes: EngineProcesses | None = None,
+        line: NewsLine | None = None,
+    ) -> Replicas:
+        """Make a client of running engines and wait for their first readings. The arguments are `EngineClient`'s;
+        `line` leads to the other API processes. Raise the errors of `refresh_stats`."""
+        engines = [EngineClient(endpoint, config, client=client) for endpoint in endpoints]
+        try:
+            await asyncio.gather(*(engine.refresh_stats(_FIRST_READING_TIMEOUT) for engine in engines))
+        except BaseException:
+            for engine in engines:
+                await engine.shutdown()
+            raise
+        return cls(engines, config, processes, line)
 
     @property
     def stats(self) -> EngineStats:
@@ -186,9 +204,33 @@ class Replicas:
         return _merge_profiles(stopped)
 
     async def shutdown(self, timeout: float = 10.0) -> None:
-        """End all engines, by force after `timeout` seconds; open requests and calls end with an error."""
+        """Close the clients of all engines; open requests and calls end with an error. End the own engines, by force
+        after `timeout` seconds."""
         self._dead = self._dead or "the engine has been shut down"
-        await asyncio.gather(*(engine.shutdown(timeout) for engine in self._engines))
+        for engine in self._engines:
+            await engine.shutdown()
+        if self._processes is not None:
+            await self._processes.shutdown(timeout)
+
+    def end(self, reason: str) -> None:
+        """Report that an engine has ended unexpectedly: all requests end with `reason`."""
+        if self._dead is None:
+            self._dead = reason
+            for engine in self._engines:
+                engine.end(reason)
+            self.on_death.set_result(reason)
+
+    def hear(self, news: bytes, origin: int) -> None:
+        """Take news of another API process."""
+        self._router.hear(_NEWS.decode(news), origin)
+
+    def forget(self, origin: int) -> None:
+        """Forget the requests of another API process, which has ended."""
+        self._router.forget(origin)
+
+    def _tell(self, news: News) -> None:
+        assert self._line is not None
+        self._line.tell(msgspec.msgpack.encode(news))
 
     async def _on_each(
         self, ask: Callable[[int, EngineClient], Awaitable[ProfileInfo]]
@@ -213,50 +255,6 @@ class Replicas:
             return request
         sampling = msgspec.structs.replace(request.sampling, seed=self._random.getrandbits(63))
         return msgspec.structs.replace(request, sampling=sampling)
-
-    def _on_death(self, number: int, death: asyncio.Future[str]) -> None:
-        if death.cancelled() or self._dead is not None:
-            return
-        self._dead = f"{replica_name(number)}: {death.result()}"
-        for engine in self._engines:
-            engine.mark_dead(self._dead)
-        self.on_death.set_result(self._dead)
-
-
-# A replica that is ready answers at once, but a machine may be slow.
-_FIRST_READING_TIMEOUT = 60.0
-
-
-async def _launch_replica(config: EngineConfig, module: str, resources: ReplicaResources) -> EngineClient:
-    """Launch one replica and wait for its first reading."""
-    try:
-        engine = await EngineClient.launch(config, module=module, resources=resources)
-    except EngineDeadError as error:
-        raise EngineDeadError(f"{resources.name}: {error}") from error
-    try:
-        await engine.refresh_stats(_FIRST_READING_TIMEOUT)
-    except BaseException:
-        await run_to_completion(engine.shutdown(timeout=0.0))
-        raise
-    return engine
-
-
-async def _launch_all(launches: Sequence[Awaitable[EngineClient]]) -> list[EngineClient]:
-    """Return all engines; if one fails, shut down the others and raise its error."""
-    tasks = [asyncio.ensure_future(launch) for launch in launches]
-    try:
-        return list(await asyncio.gather(*tasks))
-    except BaseException:
-        await run_to_completion(_shut_down_all(tasks))
-        raise
-
-
-async def _shut_down_all(tasks: Sequence[asyncio.Future[EngineClient]]) -> None:
-    for task in tasks:
-        task.cancel()
-    for ended in await asyncio.gather(*tasks, return_exceptions=True):
-        if isinstance(ended, EngineClient):
-            await ended.shutdown(timeout=0.0)
 
 
 def _merge_profiles(profiles: Sequence[ProfileInfo | BaseException]) -> ProfileInfo:

@@ -35,6 +35,17 @@ class ReplicaResources(msgspec.Struct, frozen=True):
 WHOLE_MACHINE = ReplicaResources()
 
 
+class EngineEndpoint(msgspec.Struct, frozen=True):
+    """A running engine process as its clients see it. Client `i` binds `client_addresses[i]`; `name` is that of the
+    replica, or empty."""
+
+    pid: int
+    command_address: str
+    client_addresses: tuple[str, ...]
+    info: EngineInfo
+    name: str = ""
+
+
 class LaunchOrder(msgspec.Struct, frozen=True):
     """All that an engine process needs to start. It reports through the pipe `report_fd`; `spawned_at` is when its
     process was started, by `time.monotonic` (the same clock in all processes of a machine)."""

@@ -41,6 +41,7 @@ from jaxserve.engine.process.transport import (
     CommandFailed,
     EngineTransport,
     FlushCache,
+    ForgetClient,
     Idle,
     Message,
     ProfileAnswer,
@@ -169,10 +170,9 @@ class _CommandServer:
                 for request in requests:
                     self._add(request)
             case Abort(request_ids):
-                try:
-                    self._route(self._loop.abort(request_ids))
-                except Exception:
-                    logger.exception("aborting requests has failed")
+                self._abort(request_ids)
+            case ForgetClient(client):
+                self._abort([request_id for request_id, owner in self._owners.items() if owner == client])
             case ReadStats(_, number):
                 self._answer(command, lambda: StatsReading(number, self._loop.stats(check=True)))
             case FlushCache(_, number):
@@ -204,6 +204,12 @@ class _CommandServer:
             self._owners[request.request_id] = request.client
         else:
             self._outbox[request.client].append(rejection)
+
+    def _abort(self, request_ids: list[str]) -> None:
+        try:
+            self._route(self._loop.abort(request_ids))
+        except Exception:
+            logger.exception("aborting requests has failed")
 
     def _answer(self, query: Query, work: Callable[[], Message | None]) -> None:
         """Send the message that `work` returns, if any, or the error that it raises."""

@@ -23,6 +23,7 @@ from jaxserve.config.schema import EngineConfig
 from jaxserve.engine.process.launch_protocol import (
     STOP_MESSAGE,
     WHOLE_MACHINE,
+    EngineEndpoint,
     Failed,
     LaunchOrder,
     ReplicaResources,
@@ -37,17 +38,20 @@ _STDERR = 2
 
 
 class EngineProcess:
-    """A child process that runs `python -m module`, used from the event loop in which it was started. `ended` is
-    resolved with the reason when the process has ended."""
+    """A child process that runs `python -m module` for a number of API processes, used from the event loop in which it
+    was started. `ended` is resolved with the reason when the process has ended."""
 
-    def __init__(self, config: EngineConfig, module: str, resources: ReplicaResources = WHOLE_MACHINE) -> None:
+    def __init__(
+        self, config: EngineConfig, module: str, resources: ReplicaResources = WHOLE_MACHINE, num_clients: int = 1
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[str] = self._loop.create_future()
         self._started: asyncio.Future[EngineInfo] = self._loop.create_future()
         # The directory is private, so that no other user can connect to the engine.
         self._directory = host.make_socket_folder("commands")
+        self._resources = resources
         self.command_address = f"ipc://{self._directory}/commands"
-        self.client_address = f"ipc://{self._directory}/client-0"
+        self._client_addresses = [f"ipc://{self._directory}/client-{number}" for number in range(num_clients)]
         self._reports, report_fd = os.pipe()
         spawned_at = time.monotonic()
         try:
@@ -68,7 +72,7 @@ class EngineProcess:
             config=config,
             resources=resources,
             command_address=self.command_address,
-            client_addresses=[self.client_address],
+            client_addresses=self._client_addresses,
             report_fd=report_fd,
             parent_pid=os.getpid(),
             spawned_at=spawned_at,
@@ -88,9 +92,10 @@ class EngineProcess:
         """The exit code, or None while the process runs."""
         return self._process.returncode
 
-    async def started(self) -> EngineInfo:
+    async def started(self) -> EngineEndpoint:
         """Wait until the engine is ready. Raises the error that kept it from starting."""
-        return await asyncio.shield(self._started)
+        info = await asyncio.shield(self._started)
+        return EngineEndpoint(self.pid, self.command_address, tuple(self._client_addresses), info, self._resources.name)
 
     async def stop(self, timeout: float) -> None:
         """Ask the process to end, kill it after `timeout` seconds, and clean up. May be called again."""

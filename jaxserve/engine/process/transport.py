@@ -63,6 +63,12 @@ class StopProfile(msgspec.Struct, frozen=True, array_like=True, tag=True):
     number: int
 
 
+class ForgetClient(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Abort all requests of client `client`, whose process has ended."""
+
+    client: int
+
+
 class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """End the engine process, even if requests are open."""
 
@@ -108,7 +114,7 @@ class CommandFailed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     param: str | None = None
 
 
-Command = Add | Abort | ReadStats | FlushCache | StartProfile | StopProfile | Shutdown
+Command = Add | Abort | ReadStats | FlushCache | StartProfile | StopProfile | ForgetClient | Shutdown
 Query = ReadStats | FlushCache | StartProfile | StopProfile
 Message = StepEvents | Idle | StatsReading | CacheFlushed | ProfileAnswer | CommandFailed
 
@@ -218,15 +224,31 @@ class EngineTransport(_Endpoint):
         self._clients[client].send(self._encoder.encode(message), zmq.NOBLOCK)
 
 
-class ClientTransport(_Endpoint):
+class CommandTransport(_Endpoint):
+    """The side of a process that sends commands and expects no messages."""
+
+    def __init__(self, command_address: str) -> None:
+        super().__init__()
+        self._commands = self._socket(zmq.PUSH)
+        self._commands.connect(command_address)
+
+    def send(self, command: Command) -> None:
+        """Queue a command to the engine. Raises `InvalidRequestError` when it holds a number or a text that can't be
+        encoded."""
+        try:
+            message = self._encoder.encode(command)
+        except (OverflowError, UnicodeEncodeError) as error:
+            raise InvalidRequestError(f"this can't be sent to the engine: {error}") from error
+        self._commands.send(message, zmq.NOBLOCK)
+
+
+class ClientTransport(CommandTransport):
     """An API process's side. `fileno` becomes readable when messages may have arrived; then call `receive`."""
 
     def __init__(self, command_address: str, client_address: str) -> None:
-        super().__init__()
+        super().__init__(command_address)
         self._messages = self._socket(zmq.PULL)
         self._messages.bind(client_address)
-        self._commands = self._socket(zmq.PUSH)
-        self._commands.connect(command_address)
         self._decoder = msgspec.msgpack.Decoder(Message)
 
     def fileno(self) -> int:
@@ -242,12 +264,3 @@ class ClientTransport(_Endpoint):
             except zmq.Again:
                 return messages
             messages.append(self._decoder.decode(message))
-
-    def send(self, command: Command) -> None:
-        """Queue a command to the engine. Raises `InvalidRequestError` when it holds a number or a text that can't be
-        encoded."""
-        try:
-            message = self._encoder.encode(command)
-        except (OverflowError, UnicodeEncodeError) as error:
-            raise InvalidRequestError(f"this can't be sent to the engine: {error}") from error
-        self._commands.send(message, zmq.NOBLOCK)
