@@ -36,10 +36,10 @@ import uvloop
 from benchmarks.paced_engine import FOLDER
 from jaxserve.cli.common.table import format_records
 from jaxserve.config.schema import EngineConfig, ServerConfig
-from jaxserve.engine.client import EngineClient
 from jaxserve.model_source import resolve
 from jaxserve.observability import log
-from jaxserve.server.lifecycle import serve
+from jaxserve.server.loading import EngineSource
+from jaxserve.server.serve import serve
 from jaxserve.server.server_state import LoadedModel
 from jaxserve.text.answers.formats import choose_formats
 from jaxserve.text.grammars.checking import GrammarChecker
@@ -82,11 +82,13 @@ COLUMNS = ("load", "streams", "tok_s", "cpu_percent", "cpu_us_per_token", "added
            "no_core_percent", "client_cpu_percent")  # fmt: skip
 
 
-async def load_tokenizer_only(engine_config: EngineConfig, server_config: ServerConfig) -> LoadedModel:
+async def load_tokenizer_only(
+    engine_config: EngineConfig, server_config: ServerConfig, source: EngineSource
+) -> LoadedModel:
     """Load the model's tokenizer and template, and start the paced engine."""
     tokenizer = load_tokenizer(resolve(engine_config.model))
     template = tokenizer.chat_template or ""
-    engine = await EngineClient.launch(engine_config, module="benchmarks.paced_engine")
+    engine = await source.start_engine()
     prompts = TemplateProcess(template, tokenizer.special_tokens)
     return LoadedModel(engine, tokenizer, prompts, template, GrammarChecker(tokenizer), choose_formats(template))
 

@@ -69,7 +69,8 @@ ORDER_INSIDE = {
     "jaxserve.quant": "stored | checkpoint | choice | transform",
     "jaxserve.runtime": "devices | step | programs | sizing | execution",
     "jaxserve.server":
-        "errors follower | server_state | http | generation | admin anthropic openai sglang | app | lifecycle",
+        "errors follower siblings | server_state | http loading | generation | admin anthropic openai sglang | app | "
+        "lifecycle | api_processes | serve",
     "jaxserve.text": "prompt_forms stop_regex tokenizers | detokenizer grammars requests stop_strings | "
                      "answers output | template_tools | chat_template | template_process",
     "jaxserve.weights": "arrays gguf_blocks mismatch parts scales source | dummy finite hf kv_scales manifest | "

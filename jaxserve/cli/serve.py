@@ -33,6 +33,6 @@ def main(argv: list[str]) -> int:
 
         return run_follower(loaded.engine)
 
-    from jaxserve.server.lifecycle import serve
+    from jaxserve.server.serve import serve
 
     return serve(loaded.engine, loaded.server)

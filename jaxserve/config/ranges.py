@@ -46,6 +46,7 @@ ENGINE_RANGES: Ranges = {
     "decode_log_interval": (1, MOST),
 }
 SERVER_RANGES: Ranges = {
+    "api_server_count": (1, 256),
     "default_thinking_budget": (-1, MOST),
     "max_body_bytes": (1, _MOST_BYTES),
     "max_header_bytes": (1, _MOST_BYTES),

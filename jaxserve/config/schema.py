@@ -371,6 +371,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             description="tokens of reasoning after which the answer must follow, for chats that name none; -1: no bound"
         ),
     ] = -1
+    api_server_count: Annotated[
+        int, Meta(description="number of processes that answer HTTP, on one port; more than 1 need a processor each")
+    ] = 1
     max_body_bytes: Annotated[int, Meta(description="maximum size of a request body; larger ones are answered 413")] = (
         16 * 2**20
     )

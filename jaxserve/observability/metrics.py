@@ -1,7 +1,8 @@
 """The Prometheus metrics of a server. Owns the registry of the API process, and measures the latencies of requests.
 
 The engine's own numbers are read at each scrape (`engine_metrics`). Latencies are measured here, in the process that
-answers the client. Nothing is global: two servers in one process have two registries.
+answers the client. Nothing is global: two servers in one process have two registries. Several API processes of one
+server count in files that each of them adds up when it is asked, so that all answer the same.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import Metric
+from prometheus_client.multiprocess import MultiProcessCollector
 
 from jaxserve.api_types import EngineRequest, FinishReason
 from jaxserve.observability.engine_metrics import PREFIX, EngineCollector, Reading
@@ -40,31 +42,38 @@ _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"
 
 # Second names of some histograms, used by other engines' dashboards.
 _SECOND_NAMES = {
-    "inter_token_latency_seconds": "time_per_output_token_seconds",
-    "request_queue_time_seconds": "queue_time_seconds",
+    f"{PREFIX}inter_token_latency_seconds": f"{PREFIX}time_per_output_token_seconds",
+    f"{PREFIX}request_queue_time_seconds": f"{PREFIX}queue_time_seconds",
 }
+
+FILES_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
+"""Names the folder of the files in which several API processes count; `prometheus_client` reads it when imported."""
 
 
 class Metrics:
     """The metrics of one server.
 
     `reading` returns the engine's latest statistics, or None while there is no engine; `cache_config` holds settings of
-    the KV cache for `cache_config_info`.
+    the KV cache for `cache_config_info`. `files` is the folder that $PROMETHEUS_MULTIPROC_DIR names, if this is one of
+    several API processes.
     """
 
     def __init__(
-        self, model_name: str, reading: Callable[[], Reading | None], cache_config: Mapping[str, str] | None = None
+        self,
+        model_name: str,
+        reading: Callable[[], Reading | None],
+        cache_config: Mapping[str, str] | None = None,
+        files: str | None = None,
     ) -> None:
         self.registry = CollectorRegistry()
+        own = CollectorRegistry()
         self._reading = reading
         self._throughput = Throughput()
         self.registry.register(EngineCollector(model_name, reading, self._throughput, cache_config or {}))
+        self.registry.register(_WithSecondNames(own if files is None else MultiProcessCollector(None, files)))
 
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            family = Histogram(PREFIX + name, text, ["model_name"], buckets=buckets, registry=self.registry)
-            if name in _SECOND_NAMES:
-                self.registry.register(_RenamedHistogram(family, PREFIX + name, PREFIX + _SECOND_NAMES[name]))
-            return family.labels(model_name)
+            return Histogram(PREFIX + name, text, ["model_name"], buckets=buckets, registry=own).labels(model_name)
 
         self.ttft = histogram("time_to_first_token_seconds", "From request to first token", TTFT_BUCKETS)
         self.itl = histogram("inter_token_latency_seconds", "Between two tokens of a request", ITL_BUCKETS)
@@ -88,7 +97,7 @@ class Metrics:
             f"{PREFIX}request_success",
             "Sequences that ended, by finish reason",
             ["model_name", "finished_reason"],
-            registry=self.registry,
+            registry=own,
         )
         self.finished = {reason: finished.labels(model_name, reason.value) for reason in FinishReason}
         labels = ["model_name", "handler", "method"]
@@ -96,14 +105,14 @@ class Metrics:
             f"{PREFIX}http_requests",
             "Answered HTTP requests by route and status, which is none if the client had gone",
             [*labels, "status"],
-            registry=self.registry,
+            registry=own,
         )
         self._http_seconds = Histogram(
             f"{PREFIX}http_request_duration_seconds",
             "From a request's head to the end of its answer, by route",
             labels,
             buckets=HTTP_BUCKETS,
-            registry=self.registry,
+            registry=own,
         )
         self._model_name = model_name
 
@@ -203,19 +212,18 @@ class SequenceClock:
             metrics.inference.observe(max(self._last - self._started, 0.0))
 
 
-class _RenamedHistogram:
-    """Collects the samples of a histogram under a second name."""
+class _WithSecondNames:
+    """Collects what another collector does, some histograms a second time under their second names."""
 
-    def __init__(self, histogram: Histogram, name: str, second_name: str) -> None:
-        self._histogram = histogram
-        self._name = name
-        self._second_name = second_name
+    def __init__(self, counted: CollectorRegistry | MultiProcessCollector) -> None:
+        self._counted = counted
 
     def collect(self) -> Iterator[Metric]:
-        for family in self._histogram.collect():
-            renamed = Metric(self._second_name, family.documentation, family.type)
-            renamed.samples = [
-                sample._replace(name=self._second_name + sample.name.removeprefix(self._name))
-                for sample in family.samples
-            ]
-            yield renamed
+        for family in self._counted.collect():
+            yield family
+            if second := _SECOND_NAMES.get(family.name):
+                renamed = Metric(second, family.documentation, family.type)
+                renamed.samples = [
+                    sample._replace(name=second + sample.name.removeprefix(family.name)) for sample in family.samples
+                ]
+                yield renamed

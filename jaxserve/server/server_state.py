@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,10 +17,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+import msgspec
+
 from jaxserve.config.schema import EngineConfig, ServerConfig
 from jaxserve.errors import EngineDeadError
 from jaxserve.observability.metrics import Metrics
 from jaxserve.server.errors import UnavailableError
+from jaxserve.server.siblings import AbortQuestion, ApiProcessInfo, DescribeQuestion, NoSiblings, Question, Siblings
 
 if TYPE_CHECKING:
     from jaxserve.engine.client import Engine
@@ -107,11 +111,21 @@ class LoadedModel:
 
 
 class ServerState:
-    """The state of a server with one model. `set_loaded` makes it ready; `mark_draining` and `mark_dead` end it."""
+    """The state of a server with one model. `set_loaded` makes it ready; `mark_draining` and `mark_dead` end it.
 
-    def __init__(self, config: ServerConfig, engine_config: EngineConfig) -> None:
+    `siblings` are the other API processes. Metrics are kept in files of `metrics_dir`, if it is given, for all of them.
+    """
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        engine_config: EngineConfig,
+        siblings: Siblings | None = None,
+        metrics_dir: str | None = None,
+    ) -> None:
         self.config = config
         self.engine_config = engine_config
+        self._siblings = siblings or NoSiblings()
         self.model_name = config.served_model_name or engine_config.model
         self.created = int(time.time())
         cache_config = {
@@ -119,7 +133,7 @@ class ServerState:
             "enable_prefix_caching": str(not engine_config.disable_radix_cache),
             "gpu_memory_utilization": str(engine_config.mem_fraction_static),
         }
-        self.metrics = Metrics(self.model_name, self._reading, cache_config)
+        self.metrics = Metrics(self.model_name, self._reading, cache_config, metrics_dir)
         self.num_open_requests = 0
         self.idle = asyncio.Event()
         self.idle.set()
@@ -203,12 +217,31 @@ class ServerState:
                 if not self._open_by_id[request_id]:
                     del self._open_by_id[request_id]
 
-    def abort(self, request_id: str) -> int:
-        """Abort the open requests or sequences with this id and return the number of sequences aborted."""
-        return sum(request.abort(indexes) for request, indexes in self._open_by_id.get(request_id, ()))
+    async def abort(self, request_id: str | None) -> int:
+        """Abort the open requests or sequences with this id in all API processes, or all if it is None; return the
+        number of sequences aborted."""
+        aborted: list[int] = await self._ask_all(AbortQuestion(request_id))
+        return sum(aborted)
 
-    def abort_all(self) -> int:
-        """Abort every open request and return the number of sequences aborted."""
+    async def api_processes(self) -> list[ApiProcessInfo]:
+        """Return all API processes of this server, this one first."""
+        return [msgspec.convert(answer, ApiProcessInfo) for answer in await self._ask_all(DescribeQuestion())]
+
+    def answer(self, question: Question) -> Any:
+        """Answer a question of an API process."""
+        match question:
+            case AbortQuestion(None):
+                return self.abort_own()
+            case AbortQuestion(str(rid)):
+                return sum(request.abort(indexes) for request, indexes in self._open_by_id.get(rid, ()))
+            case DescribeQuestion():
+                return msgspec.to_builtins(ApiProcessInfo(os.getpid(), self.num_open_requests))
+
+    async def _ask_all(self, question: Question) -> list[Any]:
+        return [self.answer(question), *await self._siblings.ask(question)]
+
+    def abort_own(self) -> int:
+        """Abort every open request of this process and return the number of sequences aborted."""
         everything = {request for entries in self._open_by_id.values() for request, _ in entries}
         return sum(request.abort() for request in everything)
 

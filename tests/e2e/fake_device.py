@@ -15,12 +15,12 @@ from jaxserve.api_types import EngineInfo
 from jaxserve.cli import serve as command
 from jaxserve.cli.common import flags
 from jaxserve.config.schema import EngineConfig, ServerConfig
-from jaxserve.engine.client import launch_engine
 from jaxserve.engine.core.loop import EngineLoop
 from jaxserve.engine.process.main import run
 from jaxserve.engine.scheduling.scheduler import Scheduler
 from jaxserve.observability import log
-from jaxserve.server.lifecycle import serve
+from jaxserve.server.loading import EngineSource
+from jaxserve.server.serve import serve
 from jaxserve.server.server_state import LoadedModel
 from jaxserve.step_plan import Capacity, StepPlan
 from jaxserve.text.answers.formats import choose_formats
@@ -92,10 +92,10 @@ def build_engine(config: EngineConfig) -> tuple[EngineLoop, EngineInfo]:
     return EngineLoop(scheduler, _Device(capacity, config.model), overlap=True), info
 
 
-async def load(engine_config: EngineConfig, server_config: ServerConfig) -> LoadedModel:
+async def load(engine_config: EngineConfig, server_config: ServerConfig, source: EngineSource) -> LoadedModel:
     """A tokenizer of bytes, and the engine process."""
     tokenizer = tiny_tokenizer()
-    engine = await launch_engine(engine_config, module="tests.e2e.fake_device")
+    engine = await source.start_engine()
     return LoadedModel(
         engine, tokenizer, TinyTemplate(tokenizer), TEMPLATE, GrammarChecker(tokenizer), choose_formats(TEMPLATE)
     )
@@ -106,4 +106,4 @@ if __name__ == "__main__":
         sys.exit(run(build_engine))
     settings = flags.config_from_arguments(command.parser().parse(sys.argv[2:]))
     log.setup(settings.engine.log_level)
-    sys.exit(serve(settings.engine, settings.server, load=load))
+    sys.exit(serve(settings.engine, settings.server, load=load, engine_module="tests.e2e.fake_device"))

@@ -13,7 +13,8 @@ import sys
 from jaxserve.config.schema import EngineConfig, ServerConfig
 from jaxserve.errors import ConfigError
 from jaxserve.observability import log
-from jaxserve.server.lifecycle import serve
+from jaxserve.server.loading import EngineSource
+from jaxserve.server.serve import serve
 from jaxserve.server.server_state import LoadedModel
 from jaxserve.text.answers.formats import choose_formats
 from jaxserve.text.grammars.checking import GrammarChecker
@@ -21,7 +22,7 @@ from tests.server.fake_engine import FakeEngine
 from tests.server.tiny import TEMPLATE, VOCAB_SIZE, TinyTemplate, tiny_tokenizer
 
 
-async def load(engine_config: EngineConfig, server_config: ServerConfig) -> LoadedModel:
+async def load(engine_config: EngineConfig, server_config: ServerConfig, source: EngineSource) -> LoadedModel:
     """Load the fake engine. `starting` never gets ready, `broken` fails, `holding` makes no step until SIGUSR2."""
     if scenario == "starting":
         await asyncio.get_running_loop().create_future()

@@ -16,7 +16,7 @@ import pytest
 
 from jaxserve.config.schema import EngineConfig, ServerConfig
 from jaxserve.errors import ConfigError
-from jaxserve.server.lifecycle import serve
+from jaxserve.server.serve import serve
 
 pytestmark = pytest.mark.process
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from jaxserve import host
 from jaxserve.api_types import EngineInfo, EngineRequest, EngineStats, ProfileInfo, TokenEvent
 from jaxserve.config.schema import EngineConfig
-from jaxserve.engine.client.async_client import WORKER_MODULE
+from jaxserve.engine.client.engine_processes import WORKER_MODULE
 from jaxserve.engine.core.loop import EngineLoop
 from jaxserve.errors import EngineDeadError, ForkedProcessError, InvalidRequestError
 

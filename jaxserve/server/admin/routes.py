@@ -98,6 +98,7 @@ async def server_info(state: ServerState, exchange: HttpExchange) -> None:
     if state.config.api_key is not None:
         config["api_key"] = "***"
     divided = parallelism(state.engine_config)
+    processes = await state.api_processes()
     info: dict[str, Any] = {
         "version": jaxserve.__version__,
         "model": state.model_name,
@@ -111,7 +112,8 @@ async def server_info(state: ServerState, exchange: HttpExchange) -> None:
         "ep_size": divided.expert_parts,
         "phase": state.phase,
         "unhealthy": state.unhealthy_reason,
-        "open_requests": state.num_open_requests,
+        "open_requests": sum(process.open_requests for process in processes),
+        "api_processes": processes,
         "server_config": config,
         "engine_config": state.engine_config,
         "engine": None,

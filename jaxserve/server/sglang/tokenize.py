@@ -161,5 +161,5 @@ async def abort_request(state: ServerState, exchange: HttpExchange, request: Abo
     refuse_unsupported_fields(request)
     if not request.rid and not request.abort_all:
         raise InvalidRequestError("Give a rid, or abort_all", param="rid")
-    aborted = state.abort_all() if request.abort_all else state.abort(request.rid or "")
+    aborted = await state.abort(None if request.abort_all else request.rid)
     await exchange.respond(AbortResponse(request.rid, aborted))
