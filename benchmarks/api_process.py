@@ -5,7 +5,8 @@ For each load it reports medians over rounds of the share of one core that the A
 token, and the latency it adds: from the engine's sending of a step's message to a client's receiving of each token in
 it. Processor time is the kernel's count for the process. Latencies are wall time and include other activity of the
 machine ("no_core_percent": the share of time in which the process was ready but had to wait for a core); on a busy
-machine run it under `chrt --fifo 5`.
+machine run it under `chrt --fifo 5`. With several API processes, the share of a core is that of the busiest one, and
+the microseconds per token are those of all, the first process included.
 
     python -m benchmarks.api_process --rounds 5 --json benchmarks/results/cpu/api_process.json
 """
@@ -27,6 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -78,8 +80,8 @@ LOADS = (
     StreamLoad("chat, a fast engine", _CHAT, 256, 200.0),
 )
 
-COLUMNS = ("load", "streams", "tok_s", "cpu_percent", "cpu_us_per_token", "added_ms_p50", "added_ms_p99",
-           "no_core_percent", "client_cpu_percent")  # fmt: skip
+COLUMNS = ("load", "streams", "api_processes", "tok_s", "cpu_percent", "cpu_us_per_token", "added_ms_p50",
+           "added_ms_p99", "no_core_percent", "client_cpu_percent")  # fmt: skip
 
 
 async def load_tokenizer_only(
@@ -149,14 +151,13 @@ class CpuUsage:
 
     @classmethod
     def of(cls, pid: int) -> CpuUsage:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        cpu = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-        waited = int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+        threads = [path.read_text().split() for path in Path(f"/proc/{pid}/task").glob("*/schedstat")]
+        cpu, waited = (sum(int(thread[field]) for thread in threads) / 1e9 for field in (0, 1))
         return cls(time.monotonic(), cpu, waited)
 
 
-async def read_streams(port: int, pid: int, load: StreamLoad, seconds: float) -> dict[str, Any]:
-    """Read all streams to their end and measure the server for `seconds` while all of them run."""
+async def read_streams(port: int, pids: list[int], load: StreamLoad, seconds: float) -> dict[str, Any]:
+    """Read all streams to their end and measure the server's processes for `seconds` while all of them run."""
     max_tokens = int(load.rate * (seconds + 3 * SETTLE))
     body: dict[str, Any] = {"model": MODEL, "max_tokens": max_tokens, "stream": True} | load.options
     if load.route != _MESSAGES:
@@ -174,19 +175,21 @@ async def read_streams(port: int, pid: int, load: StreamLoad, seconds: float) ->
     await asyncio.gather(*(reader.begun for reader in readers))
     await asyncio.sleep(SETTLE)
     gc.disable()  # a pause of this process would count as latency of the server
-    before, own_before = CpuUsage.of(pid), time.process_time()
+    before, own_before = [CpuUsage.of(pid) for pid in pids], time.process_time()
     await asyncio.sleep(seconds)
-    after, own_after = CpuUsage.of(pid), time.process_time()
+    after, own_after = [CpuUsage.of(pid) for pid in pids], time.process_time()
     await asyncio.gather(*(reader.ended for reader in readers))
     gc.enable()
     streams = [reader.token_times() for reader in readers]
     wrong = [len(times) for _, times in streams if len(times) != max_tokens]
     if wrong:
         sys.exit(f"{len(wrong)} of {load.streams} streams did not have {max_tokens} tokens: {wrong[:5]}")
+    used = [end.cpu - start.cpu for start, end in zip(before, after)]
     return {
-        "window": [before.when, after.when],
-        "cpu_s": after.cpu - before.cpu,
-        "waited_s": after.waited - before.waited,
+        "window": [before[-1].when, after[0].when],
+        "busiest_cpu_s": max(used),
+        "cpu_s": sum(used),
+        "waited_s": max(end.waited - start.waited for start, end in zip(before, after)),
         "client_cpu_s": own_after - own_before,
         "streams": streams,
     }
@@ -207,7 +210,7 @@ def round_figures(result: dict[str, Any], steps: dict[str, Any]) -> dict[str, fl
     seconds = end - start
     return {
         "tok_s": len(added) / seconds,
-        "cpu_percent": 100 * result["cpu_s"] / seconds,
+        "cpu_percent": 100 * result["busiest_cpu_s"] / seconds,
         "cpu_us_per_token": 1e6 * result["cpu_s"] / len(added),
         "added_ms_p50": 1e3 * quantiles[49],
         "added_ms_p99": 1e3 * quantiles[98],
@@ -217,9 +220,10 @@ def round_figures(result: dict[str, Any], steps: dict[str, Any]) -> dict[str, fl
 
 
 @contextlib.contextmanager
-def server(folder: Path, port: int) -> Iterator[int]:
-    """Start the API process over a paced engine; yield its process id."""
+def server(folder: Path, port: int, api_processes: int) -> Iterator[list[int]]:
+    """Start API processes over a paced engine; yield the ids of the first process of the server and of its others."""
     command = [sys.executable, "-m", "benchmarks.api_process", "--serve", str(port)]
+    command += ["--api-processes", str(api_processes)]
     process = subprocess.Popen(command, env={**os.environ, FOLDER: str(folder)})
     try:
         deadline = time.monotonic() + 60
@@ -231,7 +235,9 @@ def server(folder: Path, port: int) -> Iterator[int]:
             if process.poll() is not None or time.monotonic() > deadline:
                 raise SystemExit("the server did not start")
             time.sleep(0.05)
-        yield process.pid
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/server_info") as answer:
+            own = [found["pid"] for found in json.load(answer)["api_processes"]]
+        yield list({process.pid, *own})
     finally:
         process.terminate()
         process.wait(60)
@@ -248,17 +254,19 @@ def token_ids(tokenizer: Tokenizer) -> list[int]:
     return found
 
 
-def measure(load: StreamLoad, ids: list[int], port: int, rounds: int, seconds: float) -> dict[str, Any]:
+def measure(
+    load: StreamLoad, ids: list[int], port: int, rounds: int, seconds: float, api_processes: int
+) -> dict[str, Any]:
     """Return medians over rounds on one server."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "settings.json").write_text(json.dumps({"steps_per_second": load.rate, "token_ids": ids}))
-        with server(folder, port) as pid:
-            results = [uvloop.run(read_streams(port, pid, load, seconds)) for _ in range(rounds)]
+        with server(folder, port, api_processes) as pids:
+            results = [uvloop.run(read_streams(port, pids, load, seconds)) for _ in range(rounds)]
         steps = json.loads((folder / "steps.json").read_text())
     runs = [round_figures(result, steps) for result in results]
     medians = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
-    return {"load": load.name, "streams": load.streams, **medians, "rounds": runs}
+    return {"load": load.name, "streams": load.streams, "api_processes": api_processes, **medians, "rounds": runs}
 
 
 def main() -> None:
@@ -266,16 +274,22 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=6.0, help="measured seconds of each round")
     parser.add_argument("--only", type=int, nargs="*", choices=range(len(LOADS)), help="loads by number")
+    parser.add_argument("--api-processes", type=int, nargs="*", default=[1], help="measure each of these numbers")
     parser.add_argument("--port", type=int, default=8070)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--serve", type=int, metavar="PORT", help="run the server; used by this script itself")
     args = parser.parse_args()
     if args.serve is not None:
         log.setup("warning")
-        sys.exit(serve(EngineConfig(), ServerConfig(port=args.serve), load=load_tokenizer_only))
+        config = ServerConfig(port=args.serve, api_server_count=args.api_processes[0])
+        sys.exit(serve(EngineConfig(), config, load=load_tokenizer_only, engine_module="benchmarks.paced_engine"))
     ids = token_ids(load_tokenizer(resolve(MODEL)))
     chosen = [LOADS[number] for number in args.only] if args.only else LOADS
-    rows = [measure(load, ids, args.port, args.rounds, args.seconds) for load in chosen]
+    rows = [
+        measure(load, ids, args.port, args.rounds, args.seconds, count)
+        for load in chosen
+        for count in args.api_processes
+    ]
     print(format_records(rows, COLUMNS, decimals=2))
     if args.json:
         args.json.write_text(json.dumps({"seconds": args.seconds, "loads": rows}, indent=2) + "\n")

@@ -29,7 +29,7 @@ class PacedEngine:
         self._interval = 1 / steps_per_second
         self._token_ids = token_ids
         self._open: dict[str, tuple[EngineRequest, int]] = {}
-        self._ended: list[TokenEvent] = []
+        self._ended: list[tuple[int, TokenEvent]] = []
         self._stats = EngineStats(num_pages=1 << 16, num_free_pages=1 << 16)
         self.sent: list[float] = []
         self.first_step: dict[str, int] = {}
@@ -58,7 +58,7 @@ class PacedEngine:
                 for request_id in request_ids:
                     if request_id in self._open:
                         request, given = self._open.pop(request_id)
-                        self._ended.append(_last(request, [], given, FinishReason.ABORT))
+                        self._ended.append((request.client, _last(request, [], given, FinishReason.ABORT)))
             case ReadStats(client, number):
                 self._transport.send(client, StatsReading(number, self._stats))
             case _:
@@ -73,9 +73,13 @@ class PacedEngine:
         return [TokenLogprobs(token, values[0], [token, *self._token_ids[: count - 1]], values) for token in tokens]
 
     def _step(self) -> None:
-        events, self._ended = self._ended, []
+        outbox: list[list[TokenEvent]] = [[] for _ in range(self._transport.num_clients)]
+        for client, event in self._ended:
+            outbox[client].append(event)
+        self._ended.clear()
         step, ids = len(self.sent), self._token_ids
         for number, (request_id, (request, given)) in enumerate(list(self._open.items())):
+            events = outbox[request.client]
             tokens = [ids[(step + 7 * number) % len(ids)]]
             if not given:
                 self.first_step[request_id] = step
@@ -89,7 +93,8 @@ class PacedEngine:
                 events.append(_last(request, tokens, given + 1, FinishReason.LENGTH))
                 del self._open[request_id]
         self.sent.append(time.monotonic())
-        self._transport.send(0, StepEvents(events, self._stats))
+        for client, events in enumerate(outbox):
+            self._transport.send(client, StepEvents(events, self._stats))
 
 
 def _last(request: EngineRequest, tokens: list[int], given: int, reason: FinishReason) -> TokenEvent:

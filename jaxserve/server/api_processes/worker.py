@@ -50,6 +50,8 @@ from jaxserve.server.siblings import Question
 
 # The parent answers before, with what it has.
 _ANSWER_SECONDS = 5.0
+# A child process that has a connection too would keep it open. On Linux, none can start before this is in force.
+_NOT_INHERITED = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
 
 class Worker:
@@ -175,8 +177,9 @@ def _adopt_all(connections: socket.socket, server: HttpServer) -> None:
     """Take the connections that the parent has handed over."""
     with contextlib.suppress(BlockingIOError):
         while True:
-            _, handles, _, _ = socket.recv_fds(connections, 16, 1)
+            _, handles, _, _ = socket.recv_fds(connections, 16, 1, _NOT_INHERITED)
             for handle in handles:
+                os.set_inheritable(handle, False)
                 server.adopt(socket.socket(fileno=handle))
 
 

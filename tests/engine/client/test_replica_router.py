@@ -50,6 +50,26 @@ def test_a_request_goes_where_its_prefix_is() -> None:
     assert router.place(make_request("c", shared, namespace="salt")) != home
 
 
+def test_routers_that_tell_each_other_choose_as_one() -> None:
+    routers: list[ReplicaRouter] = []
+    for index in range(2):
+        other = 1 - index
+        routers.append(make_router(tell=lambda news, index=index, other=other: routers[other].hear(news, index)))
+    one, two = routers
+    shared = list(range(200))
+    home = one.place(make_request("a", shared))
+    one.observe(last("a", outputs=40))
+    assert two.place(make_request("b", [*shared, 7])) == home, "the other one knows where the prefix is"
+    assert one.num_open == two.num_open == 1
+    assert one.place(make_request("c", 40)) != home, "and that the replica is busy"
+    two.observe(first("b"))
+    two.forget(0)
+    assert (one.num_open, two.num_open) == (2, 1), "only what the ended process placed is forgotten"
+    one.clear_caches()
+    two.observe(last("b"))
+    assert [len(load.index) for router in routers for load in router._loads] == [0] * 4
+
+
 def test_samples_of_a_long_prompt_stay_together_and_of_a_short_one_do_not() -> None:
     for length, at_once in ((1000, 1), (8, 2)):
         router = make_router()
