@@ -1,4 +1,5 @@
-"""The default model, served by one process for all files of tests in this folder; answers never depend on drafts."""
+"""The default model, served once for all files of tests in this folder, by two API processes and with drafts: answers
+depend on neither."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from tests.e2e.server_process import ServerProcess, serving
 
 @pytest.fixture(scope="package")
 def server() -> Iterator[ServerProcess]:
-    with serving("--speculative-method", "ngram") as process:
+    with serving("--speculative-method", "ngram", "--api-server-count", "2") as process:
         yield process
 
 
