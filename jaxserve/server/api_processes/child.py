@@ -17,13 +17,15 @@ _MODULE = "jaxserve.server.api_processes.worker"
 
 
 class ApiProcess:
-    """A running API process. `ended` resolves with its exit code, which is minus the signal that ended it."""
+    """A running API process. `ended` resolves with its exit code, or minus the signal that ended it. `heard_at` is when
+    it last said that it answers HTTP, on the loop's clock; 0 before."""
 
     def __init__(self, index: int, process: subprocess.Popen[bytes], control: Channel[ToChild, ToParent],
                  connections: socket.socket) -> None:  # fmt: skip
         self.index = index
         self.pid = process.pid
-        self.is_listening = self.is_ready = self.is_drained = False
+        self.heard_at = 0.0
+        self.is_ready = self.is_drained = False
         self.ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._process = process
         self._control = control

@@ -85,7 +85,7 @@ class EngineWanted(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Listening(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The API process answers HTTP, though the model may still load."""
+    """The API process answers HTTP, though the model may still load. It says so again every second."""
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -57,6 +57,8 @@ logger = logging.getLogger("jaxserve.server")
 _ANSWER_SECONDS = 2.0
 # How long API processes may take to end once they have nothing to do: slow clients are given FLUSH_SECONDS.
 _END_SECONDS = FLUSH_SECONDS + 5.0
+# An API process that says nothing for so long is stuck, and gets no connections meanwhile.
+_SILENT_SECONDS = 5.0
 # How long a connection waits that no API process takes, and how many are accepted before other work is done.
 _RETRY_SECONDS = 0.01
 _MOST_ACCEPTS = 64
@@ -219,7 +221,7 @@ class Supervisor:
             case EngineWanted():
                 self._engine_wanted.set()
             case Listening():
-                child.is_listening = True
+                child.heard_at = self._loop.time()
             case Ready():
                 child.is_ready = True
             case Drained():
@@ -290,9 +292,11 @@ class Supervisor:
                 return
 
     def _deal(self, connection: socket.socket) -> bool:
-        """Give a connection to the next API process that takes it, one that is ready if there are any."""
-        listening = [child for child in self._children.values() if child.is_listening and not child.ended.done()]
-        able = [child for child in listening if child.is_ready] or listening
+        """Give a connection to the next API process that takes it: one that is ready and not stuck, if there is one."""
+        listening = [child for child in self._children.values() if child.heard_at and not child.ended.done()]
+        ready = [child for child in listening if child.is_ready] or listening
+        silent_since = self._loop.time() - _SILENT_SECONDS
+        able = [child for child in ready if child.heard_at > silent_since] or ready
         for _ in able:
             self._turn += 1
             if able[self._turn % len(able)].take(connection):

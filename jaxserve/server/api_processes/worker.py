@@ -50,6 +50,8 @@ from jaxserve.server.siblings import Question
 
 # The parent answers before, with what it has.
 _ANSWER_SECONDS = 5.0
+# Seconds between two reports of this process that it is alive.
+_REPORT_INTERVAL = 1.0
 # A child process that has a connection too would keep it open. On Linux, none can start before this is in force.
 _NOT_INHERITED = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
@@ -166,11 +168,18 @@ async def _run(control: socket.socket, connections: socket.socket) -> int:
     running = asyncio.create_task(lifecycle.run())
     await lifecycle.server.listening.wait()
     asyncio.get_running_loop().add_reader(connections, _adopt_all, connections, lifecycle.server)
-    parent.send(Listening())
+    reporting = asyncio.create_task(_report_listening(parent))
     try:
         return await running
     finally:
+        reporting.cancel()
         following.cancel()
+
+
+async def _report_listening(parent: Channel[ToParent, ToChild]) -> None:
+    while True:
+        parent.send(Listening())
+        await asyncio.sleep(_REPORT_INTERVAL)
 
 
 def _adopt_all(connections: socket.socket, server: HttpServer) -> None:

@@ -18,7 +18,7 @@ import pytest
 
 from jaxserve.api_types import FinishReason, TokenEvent
 from jaxserve.config.schema import EngineConfig
-from jaxserve.engine.client import EngineClient, InProcessEngine
+from jaxserve.engine.client import EngineClient, EngineProcesses, InProcessEngine
 from jaxserve.engine.client.stream import RequestStream
 from jaxserve.engine.process.transport import Abort, Add, FlushCache, ReadStats, StartProfile, StopProfile
 from jaxserve.errors import (
@@ -481,3 +481,27 @@ async def test_several_requests_can_start_in_one_step() -> None:
         client.submit_all([make_request("c", max_tokens=1)])
         with pytest.raises(InvalidRequestError, match="'d' is open already"):
             client.submit_all([make_request("d"), make_request("d")])
+
+
+async def test_several_clients_of_one_engine() -> None:
+    config = EngineConfig(model="fine", log_level="error", max_running_requests=4, context_length=20_000)
+    processes = await EngineProcesses.launch(config, module=MODULE, num_clients=2)
+    clients = [EngineClient(processes.endpoints[0], config, client=number) for number in range(2)]
+    try:
+        requests = [make_request(f"a{number}", number + 1, max_tokens=20) for number in range(2)]
+        streams = [client.submit(request) for client, request in zip(clients, requests)]
+        events = await asyncio.gather(*map(all_of, streams))
+        alone = [run_alone(request, 20_000).token_ids for request in requests]
+        assert [tokens_of(found) for found in events] == alone
+        long = [client.submit(make_request(f"b{number}", max_tokens=10**6)) for number, client in enumerate(clients)]
+        await asyncio.gather(*(anext(stream) for stream in long))
+        processes.forget_client(1)
+        assert (await all_of(long[1]))[-1].finish_reason is FinishReason.ABORT
+        assert (await clients[0].refresh_stats()).num_running == 1, "the request of the other client still runs"
+        clients[0].abort(["b0"])
+        assert (await all_of(long[0]))[-1].finish_reason is FinishReason.ABORT
+        assert (await clients[1].refresh_stats()).integrity_errors == ()
+    finally:
+        for client in clients:
+            await client.shutdown()
+        await processes.shutdown()
