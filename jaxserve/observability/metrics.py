@@ -14,6 +14,7 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import Metric
 
 from jaxserve.api_types import EngineRequest, FinishReason
+from jaxserve.errors import QUEUE_LIMITS
 from jaxserve.observability.engine_metrics import PREFIX, EngineCollector, Reading
 from jaxserve.observability.throughput import Throughput
 
@@ -91,6 +92,13 @@ class Metrics:
             registry=self.registry,
         )
         self.finished = {reason: finished.labels(model_name, reason.value) for reason in FinishReason}
+        rejections = Counter(
+            f"{PREFIX}admission_rejections",
+            "Requests that were refused, by the setting that limits the queue",
+            ["model_name", "reason"],
+            registry=self.registry,
+        )
+        self.rejections = {setting: rejections.labels(model_name, setting) for setting in QUEUE_LIMITS}
         labels = ["model_name", "handler", "method"]
         self._http_requests = Counter(
             f"{PREFIX}http_requests",

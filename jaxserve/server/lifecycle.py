@@ -183,6 +183,7 @@ class _Lifecycle:
     async def _tick(self) -> None:
         while True:
             self._state.metrics.tick()
+            self._state.refusals.tick()
             await asyncio.sleep(1.0)
 
     def _log_ready(self, loaded: LoadedModel, seconds: float) -> None:

@@ -20,6 +20,7 @@ from jaxserve.config.schema import EngineConfig, ServerConfig
 from jaxserve.errors import EngineDeadError
 from jaxserve.observability.metrics import Metrics
 from jaxserve.server.errors import UnavailableError
+from jaxserve.server.refusals import Refusals
 
 if TYPE_CHECKING:
     from jaxserve.engine.client import Engine
@@ -120,6 +121,7 @@ class ServerState:
             "gpu_memory_utilization": str(engine_config.mem_fraction_static),
         }
         self.metrics = Metrics(self.model_name, self._reading, cache_config)
+        self.refusals = Refusals(self._reading, engine_config.max_num_queued_reqs, self.metrics.rejections)
         self.num_open_requests = 0
         self.idle = asyncio.Event()
         self.idle.set()

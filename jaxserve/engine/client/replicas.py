@@ -25,7 +25,8 @@ from jaxserve.engine.client.device_assignment import assign_devices, find_device
 from jaxserve.engine.client.replica_router import ReplicaRouter
 from jaxserve.engine.client.stream import RequestStream
 from jaxserve.engine.process.launch_protocol import ReplicaResources
-from jaxserve.errors import EngineDeadError, InvalidRequestError, JaxserveError
+from jaxserve.engine.scheduling.admission import QueueGate, QueueLimits
+from jaxserve.errors import QUEUE_LIMITS, EngineDeadError, InvalidRequestError, JaxserveError
 
 logger = logging.getLogger("jaxserve.engine")
 
@@ -39,7 +40,7 @@ class Replicas:
     def __init__(self, engines: Sequence[EngineClient], router: ReplicaRouter, config: EngineConfig) -> None:
         self._engines = tuple(engines)
         self._router = router
-        self._max_queued_requests = config.max_queued_requests
+        self._gate = QueueGate(QueueLimits.of(config))
         self._random = random.Random(config.random_seed)
         self._dead: str | None = None
         self.info = merge_info([engine.info for engine in engines])
@@ -57,8 +58,8 @@ class Replicas:
         for resources in own:
             given = " ".join(f"{name}={value}" for name, value in resources.environment.items())
             logger.info("Starting replica %s of %d, with %s", resources.name, len(own), given)
-        # The queue limit holds for all replicas together, so it is checked here.
-        replica_config = msgspec.structs.replace(config, max_queued_requests=None)
+        # The limits of the queue hold for all replicas together, so they are checked here.
+        replica_config = msgspec.structs.replace(config, **dict.fromkeys(QUEUE_LIMITS))
         engines = await _launch_all([_launch_replica(replica_config, module, resources) for resources in own])
         info, stats = engines[0].info, engines[0].stats
         router = ReplicaRouter(
@@ -108,7 +109,7 @@ class Replicas:
         streams: dict[str, RequestStream] = {}
         chosen: dict[int, list[EngineRequest]] = {}
         for request in requests:
-            if reason := self._queue_full_reason():
+            if reason := self._queue_full_reason(request):
                 stream = streams[request.request_id] = RequestStream(request, self.abort)
                 stream.fail(reason)
             else:
@@ -197,14 +198,14 @@ class Replicas:
             *(ask(number, engine) for number, engine in enumerate(self._engines)), return_exceptions=True
         )
 
-    def _queue_full_reason(self) -> str | None:
-        """Return why no further request is accepted, or None; the limit and the text are the scheduler's."""
-        limit, num_open = self._max_queued_requests, self._router.num_open
-        if limit is None or num_open < limit + self.info.max_running_requests:
-            return None
-        return (
-            f"queue full: {num_open - self.info.max_running_requests} requests wait and --max-queued-requests is "
-            f"{limit}; try again later"
+    def _queue_full_reason(self, request: EngineRequest) -> str | None:
+        """Return why a request is refused, or None. A prompt counts until it is complete, but not what is cached."""
+        num_open = self._router.num_open
+        return self._gate.reason(
+            request,
+            num_waiting=num_open - self.info.max_running_requests,
+            num_open=num_open,
+            num_tokens=self._router.pending_tokens,
         )
 
     def _with_seed(self, request: EngineRequest) -> EngineRequest:
