@@ -1,6 +1,6 @@
 """Requests that a limit of the queue refuses: counts them, logs them, and says when each client should return.
 
-It knows the clients only as places in a line, one line for each limit. Never decides what is refused.
+It does not know the clients, only what it promised them. Never decides what is refused.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 from prometheus_client import Counter
@@ -21,28 +22,45 @@ logger = logging.getLogger("jaxserve.server")
 
 MOST_SECONDS = 600
 _LOG_SECONDS = 5.0
+_ROUNDING = 1e-6
 
 
-class ReturnLine:
-    """The clients of one limit that were told when to return and whose turn has not come.
+class ReturnTimes:
+    """When the clients that one limit refuses should return: in the first seconds whose room is not promised to others.
 
-    It is counted in what the limit counts: sequences or prompt tokens. It gets shorter as fast as there is room,
-    whether a client returns in its turn or not.
+    Room is counted in what the limit counts, sequences or prompt tokens. What comes free in one second is promised for
+    the next. A client that returns in vain asks anew: what it was promised does not count twice.
     """
 
     def __init__(self) -> None:
-        self._length = 0.0
-        self._at = 0.0
+        self._second = 0
+        self._promised: deque[float] = deque()
+        """The room that is promised of each second, from `_second` on."""
 
-    def join(self, now: float, *, excess: int, size: int, rate: float) -> int:
-        """Return in how many seconds a client should return, whose request takes `size` places at the end.
+    def add(self, now: float, *, lacking: float, size: float, rate: float, begins: bool = False) -> int:
+        """Return in how many seconds a client should return.
 
-        There is room for the first in the line when `excess` places have become free, at `rate` places per second.
+        `rate` is the room that comes free per second; there is room for others after the first `lacking`. The request
+        takes `size`, which must be free at once, or with `begins` a part of it.
         """
-        waiting = max(0.0, self._length - rate * (now - self._at))
-        self._at = now
-        self._length = min(waiting + size, rate * MOST_SECONDS)
-        return min(max(1, math.ceil((excess + waiting) / rate)), MOST_SECONDS)
+        promised, second = self._promised, int(now)
+        for _ in range(min(second - self._second, len(promised))):
+            promised.popleft()
+        self._second = second
+        size += min(lacking, 0.0)
+        start = now - second + max(lacking, 0.0) / rate
+        turn = MOST_SECONDS
+        for index in range(int(start), MOST_SECONDS):
+            promised.extend([0.0] * (index + 1 - len(promised)))
+            room = min(size, max(0.0, rate * min(index + 1 - start, 1.0) - promised[index]))
+            promised[index] += room
+            size -= room
+            is_free = size < _ROUNDING
+            if is_free or (begins and room > 0.0):
+                turn = min(turn, index + 1)
+            if is_free:
+                break
+        return turn
 
 
 class Refusals:
@@ -65,7 +83,7 @@ class Refusals:
         self._clock = clock
         self._turnover = Turnover()
         self._most_running = 1
-        self._lines = {setting: ReturnLine() for setting in QUEUE_LIMITS}
+        self._times = {setting: ReturnTimes() for setting in QUEUE_LIMITS}
         self._num_unlogged = 0
         self._logged_at = -math.inf
 
@@ -82,16 +100,18 @@ class Refusals:
     def count(self, error: QueueFullError, requests: Sequence[EngineRequest]) -> None:
         """Count a refused request with these sequences, and set when its client should return."""
         setting, limit, now = error.setting, error.limit, self._clock()
-        if setting == "max_num_queued_tokens":
+        counts_tokens = setting == "max_num_queued_tokens"
+        if counts_tokens:
             size = sum(len(request.prompt_ids) for request in requests)
-            excess, never = error.found - limit + 1, limit == 0
+            lacking, never = error.found - limit, limit == 0
             rate = self._turnover.prompt_tokens(limit)
         else:
             size = len(requests)
-            excess, never = error.found - limit + size, size > limit
+            lacking, never = error.found - limit, size > limit
             rate = self._turnover.requests(self._most_running)
+        times = self._times[setting]
         error.retry_after = (
-            MOST_SECONDS if never else self._lines[setting].join(now, excess=excess, size=size, rate=rate)
+            MOST_SECONDS if never else times.add(now, lacking=lacking, size=size, rate=rate, begins=counts_tokens)
         )
         self._counters[setting].inc()
         self._num_unlogged += 1

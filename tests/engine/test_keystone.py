@@ -117,11 +117,11 @@ def _random_engine(
 
 
 def _random_limits(seed: int) -> QueueLimits:
-    """Return limits that refuse some requests, in one of four runs."""
+    """Return limits that refuse some requests, in one of ten runs."""
     rng = random.Random(f"limits {seed}")
     setting = rng.choice(list(QUEUE_LIMITS))
     most = 40 if setting == "max_num_queued_tokens" else 4
-    return QueueLimits(**{setting: rng.randint(1, most)}) if seed % 4 == 3 else QueueLimits()
+    return QueueLimits(**{setting: rng.randint(1, most)}) if seed % 10 == 9 else QueueLimits()
 
 
 BLOCKS = [
@@ -244,7 +244,7 @@ def test_tokens_are_those_of_each_request_alone(
             assert all(event.prompt_logprobs is None for event in seen[1:])
     # How long a grammar takes changes what happens, so that nothing certain can be asked of it
     assert preempted > 5 or constrained, "these seeds cause no retractions"
-    assert num_refused > 5 or constrained, "these seeds refuse no requests"
+    assert num_refused or constrained, "these seeds refuse no requests"
     assert hits > 50 or constrained, "these seeds cause no cache hits"
     assert loaded > 2 or constrained or not tiered, "these seeds load nothing from host memory"
     assert aborted_running > 0 or constrained, "these seeds abort no running request"
