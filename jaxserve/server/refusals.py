@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 from prometheus_client import Counter
@@ -33,9 +32,11 @@ class ReturnTimes:
     """
 
     def __init__(self) -> None:
-        self._second = 0
-        self._promised: deque[float] = deque()
-        """The room that is promised of each second, from `_second` on."""
+        self._promised: dict[int, float] = {}
+        """The room that is promised of each second."""
+        self._rate = 0.0
+        self._full = (0, 0)
+        """A range of seconds without room at this rate."""
 
     def add(self, now: float, *, lacking: float, size: float, rate: float, begins: bool = False) -> int:
         """Return in how many seconds a client should return.
@@ -43,23 +44,25 @@ class ReturnTimes:
         `rate` is the room that comes free per second; there is room for others after the first `lacking`. The request
         takes `size`, which must be free at once, or with `begins` a part of it.
         """
-        promised, second = self._promised, int(now)
-        for _ in range(min(second - self._second, len(promised))):
-            promised.popleft()
-        self._second = second
+        this_second, at = int(now), now + max(lacking, 0.0) / rate
         size += min(lacking, 0.0)
-        start = now - second + max(lacking, 0.0) / rate
+        first, last = self._full
+        if rate > self._rate or not first <= int(at) <= last:
+            first = last = int(at)
+            self._promised = {second: room for second, room in self._promised.items() if second >= this_second}
         turn = MOST_SECONDS
-        for index in range(int(start), MOST_SECONDS):
-            promised.extend([0.0] * (index + 1 - len(promised)))
-            room = min(size, max(0.0, rate * min(index + 1 - start, 1.0) - promised[index]))
-            promised[index] += room
+        while last < this_second + MOST_SECONDS:
+            taken = self._promised.get(last, 0.0)
+            room = min(size, max(0.0, rate * min(last + 1 - at, 1.0) - taken))
+            self._promised[last] = taken + room
             size -= room
             is_free = size < _ROUNDING
             if is_free or (begins and room > 0.0):
-                turn = min(turn, index + 1)
+                turn = min(turn, last + 1 - this_second)
             if is_free:
                 break
+            last += 1
+        self._rate, self._full = rate, (first, last)
         return turn
 
 
