@@ -13,7 +13,7 @@ QUEUE_LIMITS = types.MappingProxyType(
         "max_num_queued_tokens": "prompt tokens wait to be computed",
     }
 )
-_QUEUE_FULL = re.compile(r"queue full: (-?\d+) .* --([a-z-]+) is (\d+)")
+_QUEUE_FULL = re.compile(r"queue full: (-?\d+) [a-z ]+?(?:, this one adds (\d+),)? and --([a-z-]+) is (\d+)")
 
 
 class JaxserveError(Exception):
@@ -56,7 +56,9 @@ class QueueFullError(JaxserveError):
     def from_text(cls, text: str) -> QueueFullError | None:
         """Return the error whose text this is, as the engine sends it; None if it is another error's."""
         match = _QUEUE_FULL.fullmatch(text)
-        return None if match is None else cls(match[2].replace("-", "_"), int(match[1]), int(match[3]))
+        if match is None:
+            return None
+        return cls(match[3].replace("-", "_"), int(match[1]), int(match[4]), int(match[2] or 1))
 
 
 class EngineDeadError(JaxserveError):

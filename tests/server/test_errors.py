@@ -225,7 +225,7 @@ def test_the_text_of_a_full_queue_holds_all_that_a_server_needs():
             error = QueueFullError(setting, -2, 7, num_sequences)
             read = QueueFullError.from_text(str(error))
             assert read is not None
-            assert (read.setting, read.found, read.limit) == (setting, -2, 7)
+            assert (read.setting, read.found, read.limit, str(read)) == (setting, -2, 7, str(error))
     assert QueueFullError.from_text("queue full of pages") is None
 
 
