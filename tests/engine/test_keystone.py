@@ -243,7 +243,7 @@ def test_tokens_are_those_of_each_request_alone(
             assert seen[0].prompt_logprobs == expected.prompt_logprobs
             assert all(event.prompt_logprobs is None for event in seen[1:])
     # How long a grammar takes changes what happens, so that nothing certain can be asked of it
-    assert preempted > 5 or constrained, "these seeds cause no retractions"
+    assert preempted > 3 or constrained, "these seeds cause no retractions"
     assert num_refused or constrained, "these seeds refuse no requests"
     assert hits > 50 or constrained, "these seeds cause no cache hits"
     assert loaded > 2 or constrained or not tiered, "these seeds load nothing from host memory"
