@@ -16,6 +16,7 @@ from jaxserve.errors import (
 )
 from jaxserve.server.errors import ContextLengthError, UnavailableError, request_error, to_http_error
 from tests.server.conftest import ServerUnderTest, over_asgi, over_socket
+from tests.server.fake_engine import QUEUE_FULL
 from tests.server.tiny import VOCAB_SIZE
 
 
@@ -190,9 +191,6 @@ async def test_unknown_routes_and_methods(server: ServerUnderTest):
     assert response.json()["error"]["code"] == "method_not_allowed"
 
 
-QUEUE_FULL = str(QueueFullError("max_num_queued_reqs", 8, 8))
-
-
 @pytest.mark.parametrize(
     ("route", "body"),
     [
@@ -204,9 +202,12 @@ QUEUE_FULL = str(QueueFullError("max_num_queued_reqs", 8, 8))
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_full_queue_is_503_and_says_when_to_return(route: str, body: dict[str, Any], stream: bool):
+async def test_a_full_queue_is_503_and_says_when_to_return(
+    route: str, body: dict[str, Any], stream: bool, monkeypatch: pytest.MonkeyPatch
+):
     async with over_asgi(engine={"refuse": lambda _: QUEUE_FULL}) as server:
         body = {"model": "tiny", "stream": stream, **body}
+        monkeypatch.setattr(server.state.refusals, "_clock", lambda: 5.0)
         server.state.refusals.tick()
         first, *later = [await server.http.post(route, json=body) for _ in range(71)]
         assert first.status_code == 503

@@ -49,6 +49,12 @@ def test_who_returned_in_vain_gets_room_that_is_not_promised() -> None:
     assert again == [second for second in range(11, 20) for _ in range(4)]
 
 
+def test_a_higher_rate_makes_room_in_seconds_that_were_full() -> None:
+    times = ReturnTimes()
+    assert [times.add(0.0, lacking=0, size=1, rate=2.0) for _ in range(4)] == [1, 1, 2, 2]
+    assert [times.add(0.0, lacking=0, size=1, rate=3.0) for _ in range(4)] == [1, 2, 3, 3]
+
+
 def test_a_large_request_returns_when_all_of_it_has_room() -> None:
     times = ReturnTimes()
     assert times.add(0.0, lacking=0, size=8, rate=2.0) == 4
