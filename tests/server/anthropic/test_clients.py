@@ -12,8 +12,8 @@ import pytest
 
 from jaxserve.api_types import EngineRequest
 from tests.server.anthropic.test_messages import HELLO, TIME, WEATHER, ask
-from tests.server.fake_engine import QUEUE_FULL
 from tests.server.conftest import ServerUnderTest, over_asgi, over_socket
+from tests.server.fake_engine import QUEUE_FULL
 from tests.server.openai.test_tools import CALL, SCHEMA, THINKS, writes
 from tests.server.tiny import END_ID, TEMPLATE, tiny_tokenizer
 

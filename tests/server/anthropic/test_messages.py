@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from jaxserve.server.anthropic.conversation import conversation
 from jaxserve.server.anthropic.protocol import CountTokensRequest
 from jaxserve.server.generation.template_facts import shows_later_system
-from tests.server.fake_engine import QUEUE_FULL
 from tests.server.conftest import ServerUnderTest, make_state, over_asgi
+from tests.server.fake_engine import QUEUE_FULL
 from tests.server.openai.test_tools import CALL, REASONS, SCHEMA, THINKS, writes
 from tests.server.test_cached_turns import TEMPLATE as SHOWS_REASONING
 from tests.server.tiny import TEMPLATE

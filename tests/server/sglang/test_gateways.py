@@ -11,8 +11,8 @@ import pytest
 
 from jaxserve.server.app import _POSTS
 from jaxserve.server.http import fields
-from tests.server.fake_engine import QUEUE_FULL
 from tests.server.conftest import ServerUnderTest, over_asgi
+from tests.server.fake_engine import QUEUE_FULL
 from tests.server.openai.test_chat import HELLO
 from tests.server.openai.test_completions import events, letters
 from tests.server.tiny import END_ID
