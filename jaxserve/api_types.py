@@ -374,10 +374,12 @@ class ProfileInfo(msgspec.Struct, frozen=True, array_like=True):
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """The metrics of an engine, sent with the events of a step and on request. Counters never decrease.
 
-    - Of the `num_waiting` requests, `num_deferred` wait for a prefix that another request computes.
+    - Of the `num_waiting` requests, `num_deferred` wait for a prefix that another request computes. No step computes
+      `num_queued_tokens` tokens of prompts yet. `num_finished` requests have ended, aborted ones included.
     - A page is free, evictable (cached but unused) or in use; `token_usage` is the share in use, the largest of all KV
       groups. `num_pages` and the like count pages of the first group, which keeps whole sequences; of the
       `num_window_pages` of each group with a window, `num_free_window_pages` are free or evictable.
+    - `prompt_tokens` counts prompts when they are complete, `prefill_tokens` what each step computes of them.
     - `cache_query_tokens` counts the prompt tokens of requests that started, `cache_hit_tokens` those found in the
       prefix cache. Tokens computed again after a retraction count in neither.
     - `num_host_pages_used` of `num_host_pages` pages of host memory are in use; `host_save_pages` were copied to it and
@@ -401,6 +403,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_running: int = 0
     num_waiting: int = 0
     num_deferred: int = 0
+    num_queued_tokens: int = 0
+    num_finished: int = 0
     num_free_pages: int = 0
     num_evictable_pages: int = 0
     num_pages: int = 0
@@ -412,6 +416,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_preemptions: int = 0
     num_retractions: int = 0
     prompt_tokens: int = 0
+    prefill_tokens: int = 0
     generation_tokens: int = 0
     cache_query_tokens: int = 0
     cache_hit_tokens: int = 0

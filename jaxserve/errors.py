@@ -1,5 +1,20 @@
 """The error classes of jaxserve. `server/errors.py` maps them to HTTP responses in one place."""
 
+from __future__ import annotations
+
+import re
+import types
+
+# What counts against each limit of the queue.
+QUEUE_LIMITS = types.MappingProxyType(
+    {
+        "max_queued_requests": "requests wait beyond the free slots",
+        "max_num_queued_reqs": "requests are open",
+        "max_num_queued_tokens": "prompt tokens wait to be computed",
+    }
+)
+_QUEUE_FULL = re.compile(r"queue full: (-?\d+) [a-z ]+?(?:, this one adds (\d+),)? and --([a-z-]+) is (\d+)")
+
 
 class JaxserveError(Exception):
     """Base class of all errors that jaxserve raises on purpose."""
@@ -22,7 +37,28 @@ class InvalidRequestError(JaxserveError, ValueError):
 
 
 class QueueFullError(JaxserveError):
-    """More requests wait than `--max-queued-requests` allows."""
+    """A limit of the queue refuses a request of `num_sequences`: `setting` is `limit`, and `found` count against it.
+
+    `retry_after` is in how many seconds there may be room.
+    """
+
+    def __init__(self, setting: str, found: int, limit: int, num_sequences: int = 1) -> None:
+        adds = f", this one adds {num_sequences}," if num_sequences > 1 else ""
+        super().__init__(
+            f"queue full: {found} {QUEUE_LIMITS[setting]}{adds} and --{setting.replace('_', '-')} is {limit}"
+        )
+        self.setting = setting
+        self.found = found
+        self.limit = limit
+        self.retry_after = 1
+
+    @classmethod
+    def from_text(cls, text: str) -> QueueFullError | None:
+        """Return the error whose text this is, as the engine sends it; None if it is another error's."""
+        match = _QUEUE_FULL.fullmatch(text)
+        if match is None:
+            return None
+        return cls(match[3].replace("-", "_"), int(match[1]), int(match[4]), int(match[2] or 1))
 
 
 class EngineDeadError(JaxserveError):

@@ -24,6 +24,7 @@ from jaxserve.engine.core.loop import EngineLoop
 from jaxserve.engine.core.profiling import Profiling
 from jaxserve.engine.multihost.process_group import ProcessGroup
 from jaxserve.engine.process.main import run
+from jaxserve.engine.scheduling.admission import QueueLimits
 from jaxserve.engine.scheduling.grammars import Grammars
 from jaxserve.engine.scheduling.scheduler import Scheduler
 from jaxserve.engine.speculation.speculation import Speculation
@@ -312,7 +313,7 @@ def _make_loop(
         max_prefill_tokens=sizes.max_prefill_tokens,
         max_num_batched_tokens=sizes.max_num_batched_tokens,
         mixed_step_seconds=sizes.max_mixed_step_ms / 1000,
-        max_queued_requests=config.max_queued_requests,
+        limits=QueueLimits.of(config),
         random_seed=config.random_seed,
         policy=config.schedule_policy,
         conservativeness=config.schedule_conservativeness,

@@ -64,13 +64,13 @@ ORDER_INSIDE = {
     "jaxserve.models": "config dtypes read_fields rope | layout | parameters | decoder | gemma llama | "
                        "cohere glm granite ministral3 mixtures olmo phi3 seed_oss smollm3 starcoder2 | "
                        "draft_heads exaone4 gemma4 | registry",
-    "jaxserve.observability": "acceptance throughput timeline | engine_metrics log | metrics sample | tuning_advice | "
-                              "draft_rules | tuning_rules",
+    "jaxserve.observability": "acceptance throughput timeline turnover | engine_metrics log | metrics sample | "
+                              "tuning_advice | draft_rules | tuning_rules",
     "jaxserve.quant": "stored | checkpoint | choice | transform",
     "jaxserve.runtime": "devices | step | programs | sizing | execution",
     "jaxserve.server":
-        "errors follower siblings | server_state | http loading | generation | admin anthropic openai sglang | app | "
-        "lifecycle | api_processes | serve",
+        "errors follower refusals siblings | server_state | http loading | generation | "
+        "admin anthropic openai sglang | app | lifecycle | api_processes | serve",
     "jaxserve.text": "prompt_forms stop_regex tokenizers | detokenizer grammars requests stop_strings | "
                      "answers output | template_tools | chat_template | template_process",
     "jaxserve.weights": "arrays gguf_blocks mismatch parts scales source | dummy finite hf kv_scales manifest | "

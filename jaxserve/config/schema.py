@@ -146,6 +146,20 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_queued_requests: Annotated[
         int | None, Meta(description="maximum waiting requests; further ones are answered 503; default: no limit")
     ] = None
+    max_num_queued_reqs: Annotated[
+        int | None,
+        Meta(
+            description="maximum requests, waiting or running, of all ranks and replicas; one of n samples counts n; "
+            "further ones are answered 503; default: no limit"
+        ),
+    ] = None
+    max_num_queued_tokens: Annotated[
+        int | None,
+        Meta(
+            description="requests are answered 503 while at least this many tokens of prompts wait to be computed; "
+            "default: no limit"
+        ),
+    ] = None
     chunked_prefill_size: Annotated[
         int | None,
         Meta(description="maximum prompt tokens per step and rank; -1: no chunking; default: 512 on a CPU, else 2048"),

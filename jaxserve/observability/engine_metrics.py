@@ -42,6 +42,7 @@ _GAUGES: tuple[tuple[tuple[str, ...], str, Callable[[EngineInfo, EngineStats], f
         lambda i, s: s.num_running,
     ),
     (("num_requests_waiting", "num_queue_reqs"), "Requests that wait for a slot", lambda i, s: s.num_waiting),
+    (("num_queued_tokens",), "Tokens of prompts that wait to be computed", lambda i, s: s.num_queued_tokens),
     (
         ("token_usage", "kv_cache_usage_perc"),
         "Share of the KV cache in use, 0 to 1; cached pages that no request uses count as free",

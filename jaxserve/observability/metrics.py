@@ -16,6 +16,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from jaxserve.api_types import EngineRequest, FinishReason
+from jaxserve.errors import QUEUE_LIMITS
 from jaxserve.observability.engine_metrics import PREFIX, EngineCollector, Reading
 from jaxserve.observability.throughput import Throughput
 
@@ -100,6 +101,13 @@ class Metrics:
             registry=own,
         )
         self.finished = {reason: finished.labels(model_name, reason.value) for reason in FinishReason}
+        rejections = Counter(
+            f"{PREFIX}admission_rejections",
+            "Requests that were refused, by the setting that limits the queue",
+            ["model_name", "reason"],
+            registry=own,
+        )
+        self.rejections = {setting: rejections.labels(model_name, setting) for setting in QUEUE_LIMITS}
         labels = ["model_name", "handler", "method"]
         self._http_requests = Counter(
             f"{PREFIX}http_requests",

@@ -23,9 +23,6 @@ from jaxserve.errors import (
 
 logger = logging.getLogger("jaxserve.server")
 
-# The start of an engine's error when its queue is full; the rest of the message follows a colon.
-QUEUE_FULL_PREFIX = "queue full"
-
 # The routes whose errors have Anthropic's form, and its types of errors by status.
 MESSAGES_PATH = "/v1/messages"
 _MESSAGES_TYPES = {
@@ -166,9 +163,7 @@ def request_error(reason: str, *, engine_dead: bool) -> JaxserveError:
     """Return the error for a request whose last event is an ERROR with this `reason`."""
     if engine_dead:
         return EngineDeadError(reason)
-    if reason.startswith(QUEUE_FULL_PREFIX):
-        return QueueFullError(reason)
-    return RequestFailedError(reason)
+    return QueueFullError.from_text(reason) or RequestFailedError(reason)
 
 
 def to_http_error(error: Exception) -> HttpError:
@@ -181,7 +176,10 @@ def to_http_error(error: Exception) -> HttpError:
         case InvalidRequestError():
             return HttpError(400, str(error), param=error.param)
         case QueueFullError():
-            return _unavailable(f"The server is overloaded: {error}", "queue_full")
+            seconds = error.retry_after
+            return _unavailable(
+                f"The server is overloaded: {error}; try again in {seconds} s", "queue_full", retry_after=seconds
+            )
         case EngineDeadError():
             return _unavailable(f"The engine has ended: {error}", "engine_dead")
         case EngineUnresponsiveError():
@@ -198,8 +196,9 @@ def to_http_error(error: Exception) -> HttpError:
             return HttpError(500, "Internal server error; see the server's log", type="server_error")
 
 
-def _unavailable(message: str, code: str) -> HttpError:
-    return HttpError(503, message, type="server_error", code=code, headers=((b"retry-after", b"1"),))
+def _unavailable(message: str, code: str, *, retry_after: int = 1) -> HttpError:
+    headers = ((b"retry-after", b"%d" % retry_after),)
+    return HttpError(503, message, type="server_error", code=code, headers=headers)
 
 
 def _from_starlette(error: HTTPException) -> HttpError:

@@ -176,6 +176,7 @@ class Lifecycle:
     async def _tick(self) -> None:
         while True:
             self._state.metrics.tick()
+            self._state.refusals.tick()
             await asyncio.sleep(1.0)
 
     async def _drain(self, death: asyncio.Future[str]) -> None:

@@ -23,6 +23,7 @@ from jaxserve.config.schema import EngineConfig, ServerConfig
 from jaxserve.errors import EngineDeadError
 from jaxserve.observability.metrics import Metrics
 from jaxserve.server.errors import UnavailableError
+from jaxserve.server.refusals import Refusals
 from jaxserve.server.siblings import AbortQuestion, ApiProcessInfo, DescribeQuestion, NoSiblings, Question, Siblings
 
 if TYPE_CHECKING:
@@ -134,6 +135,12 @@ class ServerState:
             "gpu_memory_utilization": str(engine_config.mem_fraction_static),
         }
         self.metrics = Metrics(self.model_name, self._reading, cache_config, metrics_dir)
+        self.refusals = Refusals(
+            self._reading,
+            engine_config.max_num_queued_reqs,
+            self.metrics.rejections,
+            num_processes=config.api_server_count,
+        )
         self.num_open_requests = 0
         self.idle = asyncio.Event()
         self.idle.set()

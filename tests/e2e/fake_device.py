@@ -17,6 +17,7 @@ from jaxserve.cli.common import flags
 from jaxserve.config.schema import EngineConfig, ServerConfig
 from jaxserve.engine.core.loop import EngineLoop
 from jaxserve.engine.process.main import run
+from jaxserve.engine.scheduling.admission import QueueLimits
 from jaxserve.engine.scheduling.scheduler import Scheduler
 from jaxserve.observability import log
 from jaxserve.server.loading import EngineSource
@@ -70,7 +71,7 @@ def build_engine(config: EngineConfig) -> tuple[EngineLoop, EngineInfo]:
         max_num_batched_tokens=4096,
         policy=config.schedule_policy,
         conservativeness=config.schedule_conservativeness,
-        max_queued_requests=config.max_queued_requests,
+        limits=QueueLimits.of(config),
     )
     info = EngineInfo(
         max_model_len=max_model_len,

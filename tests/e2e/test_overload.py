@@ -1,11 +1,14 @@
-"""More work than a server can do at once, over a fake device: who comes first, and a flush in the middle of it."""
+"""More work than a server can do at once, over a fake device: who comes first, who is refused, and a flush in the
+middle of it."""
 
 from __future__ import annotations
 
+import re
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from tests.e2e.fake_server import serving, until
@@ -53,3 +56,24 @@ def test_a_flush_under_load() -> None:
         assert stats["integrity_errors"] == []
         assert stats["num_running"] == 0
         assert stats["num_free_pages"] + stats["num_evictable_pages"] == stats["num_pages"]
+
+
+def test_a_refused_client_waits_as_told_and_those_inside_lose_nothing() -> None:
+    limits = ["--max-running-requests", "2", "--max-num-queued-reqs", "4"]
+    with serving(*limits) as url, ThreadPoolExecutor(4) as pool, httpx.Client(base_url=url, timeout=120) as http:
+        body = {"prompt": [1, 2, 3], "max_tokens": 900, "ignore_eos": True}
+        inside = [pool.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=120) for _ in range(4)]
+        until(url, "jaxserve:num_requests_waiting", 2)
+        for stream in (False, True):
+            refused = http.post("/v1/completions", json=body | {"stream": stream})
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "queue_full")
+            assert 1 <= int(refused.headers["retry-after"]) < 600
+        never = http.post("/v1/completions", json=body | {"n": 5})
+        assert "this one adds 5, and --max-num-queued-reqs is 4" in never.json()["error"]["message"]
+        assert never.headers["retry-after"] == "600"
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=100) as client:
+            client.completions.create(model="fake", prompt=[1, 2, 3], max_tokens=3)
+        counted = re.search(r'rejections_total\{.*reason="max_num_queued_reqs"\} (\S+)', http.get("/metrics").text)
+        assert counted is not None
+        assert float(counted[1]) >= 4, "the client came while all were inside"
+        assert [future.result().json()["usage"]["completion_tokens"] for future in inside] == [900] * 4

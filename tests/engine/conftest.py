@@ -18,6 +18,8 @@ def make_request(
     client: int = 0,
     priority: int = 0,
     namespace: str = "",
+    group_id: str = "",
+    sample: int = 0,
     **sampling: Any,
 ) -> EngineRequest:
     """Make a greedy request; `prompt` is its tokens, or the number of tokens that no other request shares."""
@@ -32,6 +34,8 @@ def make_request(
         sampling=params,
         priority=priority,
         namespace=namespace,
+        group_id=group_id,
+        sample=sample,
     )
 
 

@@ -12,6 +12,7 @@ from jaxserve.config.schema import EngineConfig
 from jaxserve.engine.core.loop import EngineLoop
 from jaxserve.engine.core.profiling import Profiling
 from jaxserve.engine.process.main import run
+from jaxserve.engine.scheduling.admission import QueueLimits
 from jaxserve.engine.scheduling.scheduler import Scheduler
 from jaxserve.errors import ConfigError, ModelNotFoundError
 from jaxserve.step_plan import Capacity, StepPlan, StepResult
@@ -69,7 +70,7 @@ def build_engine(config: EngineConfig) -> tuple[EngineLoop, EngineInfo]:
         chunked_prefill_size=32,
         max_prefill_tokens=32,
         max_num_batched_tokens=64,
-        max_queued_requests=config.max_queued_requests,
+        limits=QueueLimits.of(config),
         random_seed=config.random_seed,
     )
     executor = {"stuck": _Stuck, "broken": _Broken}.get(config.model, FakeExecutor)(capacity)

@@ -12,8 +12,10 @@ from llguidance import LLMatcher
 from jaxserve.api_types import EngineRequest, FinishReason, SamplingParams, TokenEvent
 from jaxserve.engine.core.loop import EngineLoop
 from jaxserve.engine.kv_cache.host_tier import WritePolicy
+from jaxserve.engine.scheduling.admission import QueueLimits
 from jaxserve.engine.scheduling.policy import Policy
 from jaxserve.engine.scheduling.scheduler import Scheduler
+from jaxserve.errors import QUEUE_LIMITS, QueueFullError
 from jaxserve.step_plan import Capacity, WindowGroup
 from tests.drafts import AnyLengths
 from tests.engine.conftest import make_capacity, make_request
@@ -63,7 +65,7 @@ def _random_request(
 
 
 def _random_engine(
-    rng: random.Random, *, tiered: bool, num_ranks: int, num_windows: int, speculates: bool
+    rng: random.Random, limits: QueueLimits, *, tiered: bool, num_ranks: int, num_windows: int, speculates: bool
 ) -> tuple[EngineLoop, Scheduler, FakeExecutor]:
     """Make a random engine; if `tiered`, with host memory and so few pages that most cached ones are evicted to it."""
     num_slots = rng.choice([1, 3] if tiered else [1, 3, 8, 8])
@@ -97,7 +99,7 @@ def _random_engine(
         max_prefill_tokens=rng.choice([4, 64]),
         max_num_batched_tokens=rng.choice([num_slots + 1, 64]),
         mixed_step_seconds=1e-9 if not tiered and capacity.num_pages % 8 == 0 else 0.0,
-        max_queued_requests=None,
+        limits=limits,
         policy=rng.choice(get_args(Policy)),
         conservativeness=rng.choice([0.0, 0.0, 0.3, 1.0, 1.3]),
         prefix_cache=tiered or rng.random() < 0.9,
@@ -112,6 +114,14 @@ def _random_engine(
     executor = FakeExecutor(capacity)
     loop = EngineLoop(scheduler, executor, overlap=rng.random() < 0.7)
     return run_at_random(loop, random.Random(rng.randrange(100))), scheduler, executor
+
+
+def _random_limits(seed: int) -> QueueLimits:
+    """Return limits that refuse some requests, in one of ten runs."""
+    rng = random.Random(f"limits {seed}")
+    setting = rng.choice(list(QUEUE_LIMITS))
+    most = 40 if setting == "max_num_queued_tokens" else 4
+    return QueueLimits(**{setting: rng.randint(1, most)}) if seed % 10 == 9 else QueueLimits()
 
 
 BLOCKS = [
@@ -151,11 +161,16 @@ QUICK_CONSTRAINED = QUICK[1], QUICK[4], QUICK[6]
 def test_tokens_are_those_of_each_request_alone(
     block: int, constrained: float, tiered: bool, num_ranks: int, num_windows: int, speculates: bool
 ) -> None:
-    preempted = aborted_running = hits = loaded = 0
+    preempted = aborted_running = hits = loaded = num_refused = 0
     for seed in range(block * 50, block * 50 + _num_seeds(constrained, tiered, num_ranks)):
         rng = random.Random(seed)
         loop, scheduler, executor = _random_engine(
-            rng, tiered=tiered, num_ranks=num_ranks, num_windows=num_windows, speculates=speculates
+            rng,
+            _random_limits(seed),
+            tiered=tiered,
+            num_ranks=num_ranks,
+            num_windows=num_windows,
+            speculates=speculates,
         )
         max_model_len = executor.capacity.max_model_len
         requests: dict[str, EngineRequest] = {}
@@ -165,6 +180,7 @@ def test_tokens_are_those_of_each_request_alone(
             requests[f"r{i}"] = _random_request(rng, i, max_model_len, earlier, constrained)
         arrivals = list(requests.values())
         aborted: set[str] = set()
+        refused: set[str] = set()
         events: dict[str, list[TokenEvent]] = {request_id: [] for request_id in requests}
 
         def receive(arrived: list[TokenEvent], events: dict[str, list[TokenEvent]] = events) -> None:
@@ -176,7 +192,9 @@ def test_tokens_are_those_of_each_request_alone(
         num_steps = 0
         while arrivals or loop.has_work:
             while arrivals and rng.random() < (0.1 * num_ranks if tiered else 0.5):
-                assert loop.add(arrivals.pop(0)) is None
+                if (refusal := loop.add(arrivals.pop(0))) is not None:
+                    refused.add(refusal.request_id)
+                    receive([refusal])
             if rng.random() < 0.05:
                 target = rng.choice(list(requests))
                 last = loop.abort([target, "nobody"])
@@ -192,6 +210,7 @@ def test_tokens_are_those_of_each_request_alone(
         stats = loop.stats(check=True)
         assert stats.num_free_pages + stats.num_evictable_pages == stats.num_pages
         assert stats.num_running == stats.num_waiting == 0
+        num_refused += len(refused)
         preempted += stats.num_preemptions
         hits += stats.cache_hit_tokens
         loaded += stats.host_load_pages
@@ -202,6 +221,10 @@ def test_tokens_are_those_of_each_request_alone(
 
         for request_id, request in requests.items():
             seen = events[request_id]
+            if request_id in refused:
+                assert [event.finish_reason for event in seen] == [FinishReason.ERROR]
+                assert QueueFullError.from_text(seen[0].error or "")
+                continue
             expected = run_alone(request, max_model_len)
             last_event = seen[-1]
             token_ids = [token for event in seen for token in event.token_ids]
@@ -220,7 +243,8 @@ def test_tokens_are_those_of_each_request_alone(
             assert seen[0].prompt_logprobs == expected.prompt_logprobs
             assert all(event.prompt_logprobs is None for event in seen[1:])
     # How long a grammar takes changes what happens, so that nothing certain can be asked of it
-    assert preempted > 5 or constrained, "these seeds cause no retractions"
+    assert preempted > 3 or constrained, "these seeds cause no retractions"
+    assert num_refused or constrained, "these seeds refuse no requests"
     assert hits > 50 or constrained, "these seeds cause no cache hits"
     assert loaded > 2 or constrained or not tiered, "these seeds load nothing from host memory"
     assert aborted_running > 0 or constrained, "these seeds abort no running request"

@@ -26,9 +26,10 @@ from jaxserve.api_types import (
 from jaxserve.engine.core.profiling import Profiling
 from jaxserve.engine.kv_cache.page_pool import PagePool
 from jaxserve.engine.kv_cache.radix_cache import RadixCache
-from jaxserve.errors import EngineDeadError
+from jaxserve.errors import EngineDeadError, QueueFullError
 
 MAX_MODEL_LEN = 512
+QUEUE_FULL = str(QueueFullError("max_num_queued_reqs", 8, 8))
 
 
 def alphabet_rule(request: EngineRequest) -> Iterable[int]:

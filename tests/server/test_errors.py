@@ -7,6 +7,7 @@ import openai
 import pytest
 
 from jaxserve.errors import (
+    QUEUE_LIMITS,
     EngineDeadError,
     EngineUnresponsiveError,
     InvalidRequestError,
@@ -15,6 +16,7 @@ from jaxserve.errors import (
 )
 from jaxserve.server.errors import ContextLengthError, UnavailableError, request_error, to_http_error
 from tests.server.conftest import ServerUnderTest, over_asgi, over_socket
+from tests.server.fake_engine import QUEUE_FULL
 from tests.server.tiny import VOCAB_SIZE
 
 
@@ -189,12 +191,43 @@ async def test_unknown_routes_and_methods(server: ServerUnderTest):
     assert response.json()["error"]["code"] == "method_not_allowed"
 
 
-async def test_a_full_queue_is_503():
-    async with over_asgi(engine={"refuse": lambda _: "queue full: 8 requests wait, the limit"}) as server:
-        for stream in (False, True):
-            error = await expect_error(server, status=503, json={"prompt": "a", "stream": stream})
-            assert error["code"] == "queue_full"
-            assert "8 requests" in error["message"]
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/completions", {"prompt": ["a", "b"], "n": 2}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3}),
+        ("/generate", {"text": "a"}),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_full_queue_is_503_and_says_when_to_return(
+    route: str, body: dict[str, Any], stream: bool, monkeypatch: pytest.MonkeyPatch
+):
+    async with over_asgi(engine={"refuse": lambda _: QUEUE_FULL}) as server:
+        body = {"model": "tiny", "stream": stream, **body}
+        monkeypatch.setattr(server.state.refusals, "_clock", lambda: 5.0)
+        server.state.refusals.tick()
+        first, *later = [await server.http.post(route, json=body) for _ in range(71)]
+        assert first.status_code == 503
+        assert "8 requests are open and --max-num-queued-reqs is 8; try again in 1 s" in first.text
+        assert ("overloaded_error" if route == "/v1/messages" else "queue_full") in first.text
+        waits = [int(response.headers["retry-after"]) for response in [first, *later]]
+        assert waits == sorted(waits)
+        assert waits[-1] > 2, "they come back one after the other: at most 32 a second run"
+        metrics = (await server.http.get("/metrics")).text
+        assert 'jaxserve:admission_rejections_total{model_name="tiny",reason="max_num_queued_reqs"} 71.0' in metrics
+
+
+def test_the_text_of_a_full_queue_holds_all_that_a_server_needs():
+    for setting in QUEUE_LIMITS:
+        for num_sequences in (1, 3):
+            error = QueueFullError(setting, -2, 7, num_sequences)
+            read = QueueFullError.from_text(str(error))
+            assert read is not None
+            assert (read.setting, read.found, read.limit, str(read)) == (setting, -2, 7, str(error))
+    assert QueueFullError.from_text("queue full of pages") is None
 
 
 async def test_one_failed_sequence_fails_the_request_and_aborts_the_others(caplog: pytest.LogCaptureFixture):
@@ -322,10 +355,10 @@ class TestBodyLimit:
     [
         (InvalidRequestError("x", param="p"), 400, None),
         (ContextLengthError("x", param="p", num_tokens=9), 400, "context_length_exceeded"),
-        (request_error("queue full: 3", engine_dead=False), 503, "queue_full"),
-        (request_error("queue full: 3", engine_dead=True), 503, "engine_dead"),
+        (request_error(QUEUE_FULL, engine_dead=False), 503, "queue_full"),
+        (request_error(QUEUE_FULL, engine_dead=True), 503, "engine_dead"),
         (request_error("x", engine_dead=False), 500, "request_failed"),
-        (QueueFullError("x"), 503, "queue_full"),
+        (QueueFullError("max_queued_requests", 3, 2), 503, "queue_full"),
         (EngineDeadError("x"), 503, "engine_dead"),
         (EngineUnresponsiveError("x"), 503, "engine_unresponsive"),
         (UnavailableError("x"), 503, "unavailable"),

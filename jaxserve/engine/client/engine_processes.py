@@ -22,7 +22,7 @@ from jaxserve.engine.client.device_assignment import assign_devices, find_device
 from jaxserve.engine.process.launch_protocol import WHOLE_MACHINE, EngineEndpoint, ReplicaResources
 from jaxserve.engine.process.supervisor import EngineProcess
 from jaxserve.engine.process.transport import Command, CommandTransport, ForgetClient, Shutdown
-from jaxserve.errors import EngineDeadError
+from jaxserve.errors import QUEUE_LIMITS, EngineDeadError
 
 logger = logging.getLogger("jaxserve.engine")
 
@@ -58,7 +58,7 @@ class EngineProcesses:
         if config.dp_mode == "replicas":
             resources = assign_devices(config, await find_devices(config), os.environ)
             # Limits of the queue hold for all replicas together: `Replicas` checks them.
-            config = msgspec.structs.replace(config, max_queued_requests=None)
+            config = msgspec.structs.replace(config, **dict.fromkeys(QUEUE_LIMITS))
         for own in resources if config.dp_mode == "replicas" else ():
             given = " ".join(f"{name}={value}" for name, value in own.environment.items())
             logger.info("Starting replica %s of %d, with %s", own.name, len(resources), given)

@@ -59,6 +59,11 @@ class ReplicaRouter:
         """The number of requests that were placed and have not ended."""
         return len(self._open)
 
+    @property
+    def pending_tokens(self) -> int:
+        """The prompt tokens to compute of all requests that have not begun to answer."""
+        return sum(load.pending_tokens for load in self._loads)
+
     def replica_of(self, request_id: str) -> int | None:
         """Return the replica of an open request, or None."""
         placed = self._open.get(request_id)

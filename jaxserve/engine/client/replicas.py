@@ -24,6 +24,7 @@ from jaxserve.engine.client.placements import News, NewsLine
 from jaxserve.engine.client.replica_router import ReplicaRouter
 from jaxserve.engine.client.stream import RequestStream
 from jaxserve.engine.process.launch_protocol import EngineEndpoint
+from jaxserve.engine.scheduling.admission import QueueGate, QueueLimits
 from jaxserve.errors import EngineDeadError, InvalidRequestError, JaxserveError
 
 # A replica that is ready answers at once, but a machine may be slow.
@@ -55,7 +56,7 @@ class Replicas:
             page_size=info.page_size,
             tell=None if line is None else self._tell,
         )
-        self._max_queued_requests = config.max_queued_requests
+        self._gate = QueueGate(QueueLimits.of(config))
         # Another API process must not draw the same seeds.
         self._random = random.Random(config.random_seed if line is None else None)
         self._dead: str | None = None
@@ -126,7 +127,7 @@ class Replicas:
         streams: dict[str, RequestStream] = {}
         chosen: dict[int, list[EngineRequest]] = {}
         for request in requests:
-            if reason := self._queue_full_reason():
+            if reason := self._queue_full_reason(request):
                 stream = streams[request.request_id] = RequestStream(request, self.abort)
                 stream.fail(reason)
             else:
@@ -239,14 +240,14 @@ class Replicas:
             *(ask(number, engine) for number, engine in enumerate(self._engines)), return_exceptions=True
         )
 
-    def _queue_full_reason(self) -> str | None:
-        """Return why no further request is accepted, or None; the limit and the text are the scheduler's."""
-        limit, num_open = self._max_queued_requests, self._router.num_open
-        if limit is None or num_open < limit + self.info.max_running_requests:
-            return None
-        return (
-            f"queue full: {num_open - self.info.max_running_requests} requests wait and --max-queued-requests is "
-            f"{limit}; try again later"
+    def _queue_full_reason(self, request: EngineRequest) -> str | None:
+        """Return why a request is refused, or None. A prompt counts until it is complete, but not what is cached."""
+        num_open = self._router.num_open
+        return self._gate.reason(
+            request,
+            num_waiting=num_open - self.info.max_running_requests,
+            num_open=num_open,
+            num_tokens=self._router.pending_tokens,
         )
 
     def _with_seed(self, request: EngineRequest) -> EngineRequest:

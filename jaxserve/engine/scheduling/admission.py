@@ -1,15 +1,19 @@
 """Decides whether a request is accepted at all, and whether a waiting one may start now.
 
 It works on sizes and knows neither the queue nor the pool. Its only state is the new-token ratio of SGLang's
-`--schedule-conservativeness`.
+`--schedule-conservativeness`, and which prompt a full queue refused last.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import msgspec
+
 from jaxserve.api_types import EngineRequest
+from jaxserve.config.schema import EngineConfig
 from jaxserve.engine.scheduling.request import Request
+from jaxserve.errors import QueueFullError
 from jaxserve.step_plan import Capacity
 
 _INITIAL_RATIO = 0.7
@@ -35,6 +39,51 @@ def rejection_reason(request: EngineRequest, capacity: Capacity) -> str | None:
             "cache; shorten the prompt or raise --max-total-tokens or --mem-fraction-static"
         )
     return None
+
+
+class QueueLimits(msgspec.Struct, frozen=True):
+    """The settings of these names; None is no limit."""
+
+    max_queued_requests: int | None = None
+    max_num_queued_reqs: int | None = None
+    max_num_queued_tokens: int | None = None
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> QueueLimits:
+        """Return the limits of a configuration."""
+        return cls(config.max_queued_requests, config.max_num_queued_reqs, config.max_num_queued_tokens)
+
+
+class QueueGate:
+    """Refuses requests beyond `limits`, all samples of a prompt or none."""
+
+    def __init__(self, limits: QueueLimits) -> None:
+        self._limits = limits
+        self._group_id = ""
+        self._reason: str | None = None
+
+    def reason(self, request: EngineRequest, *, num_waiting: int, num_open: int, num_tokens: int) -> str | None:
+        """Return why a request is refused, or None.
+
+        Of the `num_open` requests, `num_waiting` have no slot, not even a free one. `num_tokens` tokens of prompts are
+        still to be computed.
+        """
+        if request.sample == 0 or request.group_id != self._group_id:
+            self._group_id = request.group_id
+            self._reason = self._find_reason(request.sampling.n - request.sample, num_waiting, num_open, num_tokens)
+        return self._reason
+
+    def _find_reason(self, num_sequences: int, num_waiting: int, num_open: int, num_tokens: int) -> str | None:
+        limits = self._limits
+        for setting, found, limit, adds in (
+            ("max_queued_requests", num_waiting, limits.max_queued_requests, num_sequences),
+            ("max_num_queued_reqs", num_open, limits.max_num_queued_reqs, num_sequences),
+            # A prompt longer than the limit is accepted while fewer tokens wait.
+            ("max_num_queued_tokens", num_tokens, limits.max_num_queued_tokens, 1),
+        ):
+            if limit is not None and found + adds > limit:
+                return str(QueueFullError(setting, found, limit, adds))
+        return None
 
 
 def pool_exhausted_error(num_tokens: int, capacity: Capacity) -> str:

@@ -43,6 +43,8 @@ class WaitingQueue:
         self._heap: list[_Entry] = []
         self._entries: dict[str, _Entry] = {}
         self._num_removed = 0
+        self.num_tokens = 0
+        """The tokens to compute of all waiting requests; what the prefix cache has of them is not known yet."""
 
     def __len__(self) -> int:
         return len(self._retracted) + len(self._arrived)
@@ -54,10 +56,12 @@ class WaitingQueue:
     def add(self, request: Request) -> None:
         """Append a request that has just arrived."""
         request.queue_index = self._num_removed + len(self._arrived)
+        self.num_tokens += request.num_fill_tokens
         self._push(request)
 
     def requeue(self, request: Request) -> None:
         """Put a retracted request back into the queue."""
+        self.num_tokens += request.num_fill_tokens
         if self._policy == "priority":
             self._push(request)
             return
@@ -66,6 +70,7 @@ class WaitingQueue:
 
     def remove(self, request: Request) -> None:
         """Remove a request that starts or ends."""
+        self.num_tokens -= request.num_fill_tokens
         self._entries.pop(request.request_id, None)
         if self._arrived.pop(request.request_id, None) is None:
             self._retracted.remove(request)

@@ -24,6 +24,7 @@ class RequestTable:
         self.ranks = tuple(ranks)
         self.waiting = waiting
         self.requests: dict[str, Request] = {}
+        self.num_finished = 0
 
     @property
     def running(self) -> Iterator[Request]:
@@ -40,6 +41,12 @@ class RequestTable:
     def num_free_slots(self) -> int:
         """The number of free slots on all ranks."""
         return sum(rank.num_free_slots for rank in self.ranks)
+
+    @property
+    def num_queued_tokens(self) -> int:
+        """The number of tokens of prompts that no step computes yet. Cached ones count until their request starts."""
+        partial = (request for rank in self.ranks for request in rank.prefilling.values())
+        return self.waiting.num_tokens + sum(r.num_fill_tokens - r.num_planned_tokens for r in partial)
 
     def add(self, request: Request) -> None:
         """Add a new request to the table and to the queue."""
@@ -67,6 +74,7 @@ class RequestTable:
             self.ranks[request.rank].stop(request)
         request.phase = Phase.FINISHED
         del self.requests[request.request_id]
+        self.num_finished += 1
 
     def check(self) -> list[str]:
         """Return the inconsistencies found, as sentences; none if every page, slot and request is counted once."""
@@ -84,6 +92,9 @@ class RequestTable:
             if listed[request_id] != 1 or request_id not in self.requests:
                 known = "open" if request_id in self.requests else "not open"
                 problems.append(f"request {request_id} is {known} and listed {listed[request_id]} times")
+        tokens = sum(request.num_fill_tokens for request in self.waiting)
+        if tokens != self.waiting.num_tokens:
+            problems.append(f"{tokens} tokens wait and {self.waiting.num_tokens} are counted")
         for request in self.waiting:
             if request.phase is not Phase.WAITING or request.slot is not None or request.pages[0] or request.node:
                 problems.append(f"waiting request {request.request_id} is {request.phase} or holds a slot or pages")

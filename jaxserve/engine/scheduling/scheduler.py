@@ -48,10 +48,10 @@ class Scheduler:
     """Schedules requests within `capacity`, by `policy` and `conservativeness` (see the modules `policy`, `admission`).
 
     On each rank, a step has at most `max_num_batched_tokens` tokens, of which at most `chunked_prefill_size` and at
-    most `max_prefill_tokens` belong to prompts. Beyond the free slots, at most `max_queued_requests` may wait (None: no
-    limit). `random_seed` determines the seeds of requests without one. Each rank keeps pages evicted from its prefix
-    cache in `num_host_pages` pages of host memory, by KV group (none if empty). Without `grammars`, requests that have
-    one are rejected. `clock` returns seconds and measures queue time.
+    most `max_prefill_tokens` belong to prompts. Requests beyond `limits` are refused. `random_seed` determines the
+    seeds of requests without one. Each rank keeps pages evicted from its prefix cache in `num_host_pages` pages of host
+    memory, by KV group (none if empty). Without `grammars`, requests that have one are rejected. `clock` returns
+    seconds and measures queue time.
     Raises `ConfigError` if a limit is so low that nothing could ever run.
     """
 
@@ -62,7 +62,7 @@ class Scheduler:
         chunked_prefill_size: int,
         max_prefill_tokens: int,
         max_num_batched_tokens: int,
-        max_queued_requests: int | None = None,
+        limits: admission.QueueLimits | None = None,
         random_seed: int = 0,
         policy: Policy = "fcfs",
         conservativeness: float = 1.0,
@@ -100,7 +100,7 @@ class Scheduler:
         )
         self._speculation = speculation
         self._awaiting = None if grammars is None else AwaitingRequests(grammars)
-        self._max_queued_requests = max_queued_requests
+        self._gate = admission.QueueGate(limits or admission.QueueLimits())
         self._random = random.Random(random_seed)
         self._in_flight: deque[_Planned] = deque()
         self._committed_at = self._step_seconds = 0.0
@@ -118,12 +118,13 @@ class Scheduler:
             return _rejection(request, f"a request with the id {request.request_id!r} is already open")
         if error := admission.rejection_reason(request, self._capacity):
             return _rejection(request, error)
-        limit = self._max_queued_requests
-        if limit is not None and self.num_waiting >= limit + self._table.num_free_slots:
-            return _rejection(
-                request,
-                f"queue full: {self.num_waiting} requests wait and --max-queued-requests is {limit}; try again later",
-            )
+        if reason := self._gate.reason(
+            request,
+            num_waiting=self.num_waiting - self._table.num_free_slots,
+            num_open=len(self._table.requests),
+            num_tokens=self._table.num_queued_tokens,
+        ):
+            return _rejection(request, reason)
         if request.grammar and self._awaiting is None:
             return _rejection(request, "this engine follows no grammars")
         sampling = request.sampling

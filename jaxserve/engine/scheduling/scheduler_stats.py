@@ -31,6 +31,7 @@ class SchedulerStats:
         self.forced_tokens = 0
         self.cache_query_tokens = 0
         self.cache_hit_tokens = 0
+        self.prefill_tokens = 0
         self.step_tokens = 0
         self._steps_by_tokens = [0] * (len(STEP_TOKEN_BUCKETS) + 1)
 
@@ -43,7 +44,9 @@ class SchedulerStats:
         """Count a planned step."""
         self.buckets.count(plan)
         decodes = plan.num_decodes
-        num_tokens = decodes + sum(chunk.length for chunk in plan.chunks[decodes:])
+        prefill_tokens = sum(chunk.length for chunk in plan.chunks[decodes:])
+        num_tokens = decodes + prefill_tokens
+        self.prefill_tokens += prefill_tokens
         self.step_tokens += num_tokens
         self._steps_by_tokens[bisect.bisect_left(STEP_TOKEN_BUCKETS, num_tokens)] += 1
 
@@ -66,6 +69,8 @@ class SchedulerStats:
             num_running=table.num_running,
             num_waiting=num_waiting,
             num_deferred=min(num_deferred, num_waiting),
+            num_queued_tokens=table.num_queued_tokens,
+            num_finished=table.num_finished,
             num_free_pages=sum(rank.pool.num_free for rank in ranks),
             num_evictable_pages=sum(rank.cache.num_evictable for rank in ranks),
             num_pages=sum(rank.pool.num_pages for rank in ranks),
@@ -76,6 +81,7 @@ class SchedulerStats:
             num_preemptions=self.num_preemptions,
             num_retractions=self.num_retractions,
             prompt_tokens=self.prompt_tokens,
+            prefill_tokens=self.prefill_tokens,
             generation_tokens=self.generation_tokens,
             forced_tokens=self.forced_tokens,
             cache_query_tokens=self.cache_query_tokens,

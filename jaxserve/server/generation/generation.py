@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 import msgspec
 
 from jaxserve.api_types import EngineRequest, FinishReason, TokenEvent, Usage
-from jaxserve.errors import RequestFailedError
+from jaxserve.errors import QueueFullError, RequestFailedError
 from jaxserve.server.errors import request_error
 from jaxserve.server.server_state import LoadedModel, ServerState
 from jaxserve.text.output import OutputDelta, OutputProcessor
@@ -42,7 +42,10 @@ class Generation:
         return len(running)
 
     async def run(self, on_delta: OnDelta) -> list[Usage]:
-        """Run all sequences and return the token counts of each. On an error, abort the others and raise it."""
+        """Run all sequences and return the token counts of each. On an error, abort the others and raise it.
+
+        A `QueueFullError` says when to return.
+        """
         self._running.update(request.request_id for request in self._requests)
         try:
             if len(self._requests) == 1:
@@ -55,6 +58,9 @@ class Generation:
             except BaseExceptionGroup as failures:
                 raise failures.exceptions[0] from None
             return [task.result() for task in tasks]
+        except QueueFullError as error:
+            self._state.refusals.count(error, self._requests)
+            raise
         finally:
             if self._running:
                 self.abort()

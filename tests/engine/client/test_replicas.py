@@ -150,13 +150,21 @@ async def test_abort_and_ids() -> None:
         assert tokens_of(await all_of(engine.submit(request))) == run_alone(request, 20_000).token_ids
 
 
-async def test_the_queue_limit_holds_for_all_replicas_together() -> None:
-    async with running(max_running_requests=1, max_queued_requests=2, context_length=20_000) as engine:
+@pytest.mark.parametrize(
+    ("limit", "reason"),
+    [
+        ({"max_queued_requests": 2}, "2 requests wait beyond the free slots and --max-queued-requests is 2"),
+        ({"max_num_queued_reqs": 4}, "4 requests are open and --max-num-queued-reqs is 4"),
+        ({"max_num_queued_tokens": 16}, "16 prompt tokens wait to be computed and --max-num-queued-tokens is 16"),
+    ],
+)
+async def test_the_limits_of_the_queue_hold_for_all_replicas_together(limit: dict[str, int], reason: str) -> None:
+    async with running(max_running_requests=1, context_length=20_000, **limit) as engine:
         requests = [make_request(f"r{i}", max_tokens=10_000) for i in range(5)]
         *streams, refused = engine.submit_all(requests)
         [event] = await all_of(refused)
         assert event.finish_reason is FinishReason.ERROR
-        assert event.error == "queue full: 2 requests wait and --max-queued-requests is 2; try again later"
+        assert event.error == f"queue full: {reason}"
         for stream in streams:
             stream.abort()
             assert (await all_of(stream))[-1].finish_reason is FinishReason.ABORT

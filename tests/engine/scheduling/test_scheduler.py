@@ -7,6 +7,7 @@ import pytest
 
 from jaxserve.api_types import EngineRequest, FinishReason, TokenEvent, Usage
 from jaxserve.engine.core.loop import EngineLoop
+from jaxserve.engine.scheduling.admission import QueueLimits
 from jaxserve.engine.scheduling.scheduler import Scheduler
 from jaxserve.errors import ConfigError
 from jaxserve.step_plan import StepPlan, StepResult
@@ -371,14 +372,85 @@ def test_a_second_request_with_an_open_id_is_rejected() -> None:
 
 
 def test_a_full_queue_rejects_requests_beyond_the_free_slots() -> None:
-    scheduler = make_scheduler(capacity=make_capacity(num_slots=2), max_queued_requests=1)
+    limits = QueueLimits(max_queued_requests=1)
+    scheduler = make_scheduler(capacity=make_capacity(num_slots=2), limits=limits)
     assert [scheduler.add(make_request(name)) for name in "abc"] == [None] * 3
-    event = scheduler.add(make_request("d"))
-    assert event is not None
-    assert (event.error or "").startswith("queue full: ")
+    assert refusal(scheduler, "d") == (
+        "queue full: 1 requests wait beyond the free slots and --max-queued-requests is 1"
+    )
     planned(scheduler)
     assert scheduler.num_waiting == 1
-    assert scheduler.add(make_request("e")) is not None
+    assert refusal(scheduler, "e")
+
+
+def refusal(scheduler: Scheduler, name: str, length: int = 3, **fields: Any) -> str | None:
+    event = scheduler.add(make_request(name, length, **fields))
+    return None if event is None else event.error
+
+
+def test_requests_that_run_count_against_the_limit_of_open_ones() -> None:
+    scheduler = make_scheduler(limits=QueueLimits(max_num_queued_reqs=2))
+    assert [refusal(scheduler, name) for name in "ab"] == [None] * 2
+    planned(scheduler)
+    assert refusal(scheduler, "c") == "queue full: 2 requests are open and --max-num-queued-reqs is 2"
+    scheduler.abort("a")
+    assert refusal(scheduler, "c") is None
+
+
+@pytest.mark.parametrize("setting", ["max_queued_requests", "max_num_queued_reqs"])
+def test_all_samples_of_a_prompt_are_accepted_or_none(setting: str) -> None:
+    scheduler = make_scheduler(capacity=make_capacity(num_slots=1), limits=QueueLimits(**{setting: 5}))
+    last = 3 if setting == "max_queued_requests" else 2  # a slot is free
+
+    def sample(group: str, index: int, n: int) -> str | None:
+        request = make_request(f"{group}{index}", sample=index, group_id=group, n=n)
+        event = scheduler.add(request)
+        return None if event is None else event.error
+
+    assert [sample("a", index, 3) for index in range(3)] == [None] * 3
+    refused = [sample("b", index, 4) for index in range(4)]
+    assert "this one adds 4" in (refused[0] or "")
+    assert len(set(refused)) == 1, "the others go with the first"
+    assert [sample("c", index, last) for index in range(last)] == [None] * last
+    assert sample("d", 0, 1)
+
+
+def test_a_request_is_refused_while_as_many_tokens_wait_as_the_limit() -> None:
+    capacity = make_capacity(num_slots=4, max_model_len=64)
+    scheduler = make_scheduler(capacity=capacity, limits=QueueLimits(max_num_queued_tokens=40), chunked_prefill_size=16)
+    assert refusal(scheduler, "long", 60, max_tokens=2) is None, "into an empty queue, any prompt is accepted"
+    assert refusal(scheduler, "a") == (
+        "queue full: 60 prompt tokens wait to be computed and --max-num-queued-tokens is 40"
+    )
+    planned(scheduler)
+    assert scheduler.stats().num_queued_tokens == 44
+    assert refusal(scheduler, "a")
+    planned(scheduler)
+    assert scheduler.stats().num_queued_tokens == 28
+    assert refusal(scheduler, "b", 12) is None
+    assert refusal(scheduler, "c")
+    scheduler.abort("long")
+    assert scheduler.stats().num_queued_tokens == 12
+    assert refusal(scheduler, "c") is None
+
+
+def test_cached_tokens_do_not_wait_once_their_request_has_started() -> None:
+    scheduler = make_scheduler(limits=QueueLimits(max_num_queued_tokens=1000), chunked_prefill_size=4)
+    prompt = [*range(40)]
+    run(scheduler, make_request("a", prompt[:20], max_tokens=1))
+    scheduler.add(make_request("b", prompt, max_tokens=1))
+    assert scheduler.stats().num_queued_tokens == 40
+    planned(scheduler)
+    stats = scheduler.stats()
+    assert (stats.cache_hit_tokens, stats.prefill_tokens, stats.num_queued_tokens) == (20, 24, 16)
+    assert stats.num_finished == 1
+
+
+@pytest.mark.parametrize("setting", ["max_num_queued_reqs", "max_num_queued_tokens"])
+def test_a_limit_of_0_refuses_everything(setting: str) -> None:
+    assert f"--{setting.replace('_', '-')} is 0" in (
+        refusal(make_scheduler(limits=QueueLimits(**{setting: 0})), "a") or ""
+    )
 
 
 @pytest.mark.parametrize("moment", ["waiting", "prefilling", "decoding", "ending", "retracted"])

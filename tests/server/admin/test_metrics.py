@@ -140,6 +140,7 @@ STATS = EngineStats(
     num_running=3,
     num_waiting=9,
     num_deferred=2,
+    num_queued_tokens=450,
     num_free_pages=10,
     num_evictable_pages=18,
     num_pages=40,
@@ -182,6 +183,7 @@ def test_engine_metrics():
         "num_requests_running": 3,
         "num_running_reqs": 3,
         "num_requests_waiting": 9,
+        "num_queued_tokens": 450,
         "num_queue_reqs": 9,
         'num_requests_waiting_by_reason{reason="capacity"}': 7,
         'num_requests_waiting_by_reason{reason="deferred"}': 2,
@@ -258,7 +260,7 @@ def test_engine_metrics():
     others = {name for name in server if not name.endswith(("_bucket", "_sum", "_count", "_created"))} - covered
     assert others == {
         *("cache_config_info", "engine_info", "gen_throughput", "avg_generation_throughput_toks_per_s"),
-        *("avg_prompt_throughput_toks_per_s", "request_success_total"),
+        *("avg_prompt_throughput_toks_per_s", "request_success_total", "admission_rejections_total"),
     }, "each has a test here"
 
 

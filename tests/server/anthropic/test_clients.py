@@ -13,6 +13,7 @@ import pytest
 from jaxserve.api_types import EngineRequest
 from tests.server.anthropic.test_messages import HELLO, TIME, WEATHER, ask
 from tests.server.conftest import ServerUnderTest, over_asgi, over_socket
+from tests.server.fake_engine import QUEUE_FULL
 from tests.server.openai.test_tools import CALL, SCHEMA, THINKS, writes
 from tests.server.tiny import END_ID, TEMPLATE, tiny_tokenizer
 
@@ -339,7 +340,7 @@ async def test_errors_are_the_clients_own():
 
 
 async def test_an_overloaded_server():
-    refuse = {"refuse": lambda _: "queue full: 8 requests"}
+    refuse = {"refuse": lambda _: QUEUE_FULL}
     async with over_socket(engine=refuse) as server, client_of(server) as client:
         for stream in (False, True):
             call = client.messages.create(**asked(), stream=stream)

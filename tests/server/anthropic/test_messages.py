@@ -18,6 +18,7 @@ from jaxserve.server.anthropic.conversation import conversation
 from jaxserve.server.anthropic.protocol import CountTokensRequest
 from jaxserve.server.generation.template_facts import shows_later_system
 from tests.server.conftest import ServerUnderTest, make_state, over_asgi
+from tests.server.fake_engine import QUEUE_FULL
 from tests.server.openai.test_tools import CALL, REASONS, SCHEMA, THINKS, writes
 from tests.server.test_cached_turns import TEMPLATE as SHOWS_REASONING
 from tests.server.tiny import TEMPLATE
@@ -479,7 +480,7 @@ async def test_the_key_may_come_as_anthropics_clients_send_it():
 
 
 async def test_errors_before_and_within_a_stream_have_the_same_form():
-    async with over_asgi(engine={"refuse": lambda _: "queue full: try again"}) as server:
+    async with over_asgi(engine={"refuse": lambda _: QUEUE_FULL}) as server:
         error = await ask(server, 503, stream=True)
         assert error["error"]["type"] == "overloaded_error"
     async with over_asgi(engine={"rule": lambda _: itertools.repeat(97)}) as server:

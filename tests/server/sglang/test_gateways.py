@@ -12,6 +12,7 @@ import pytest
 from jaxserve.server.app import _POSTS
 from jaxserve.server.http import fields
 from tests.server.conftest import ServerUnderTest, over_asgi
+from tests.server.fake_engine import QUEUE_FULL
 from tests.server.openai.test_chat import HELLO
 from tests.server.openai.test_completions import events, letters
 from tests.server.tiny import END_ID
@@ -232,7 +233,7 @@ class TestHealthGenerate:
         assert server.engine.num_running == 0
 
     async def test_a_full_queue_is_healthy_while_other_requests_get_tokens(self):
-        async with over_asgi(engine={"refuse": lambda _: "queue full: 8 requests wait, the limit"}) as server:
+        async with over_asgi(engine={"refuse": lambda _: QUEUE_FULL}) as server:
             asking = asyncio.ensure_future(server.http.get("/health_generate"))
             await server.engine.wait_for(lambda: len(server.engine.submitted) == 1)
             server.engine.stats = msgspec.structs.replace(server.engine.stats, generation_tokens=5)
