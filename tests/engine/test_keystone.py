@@ -106,6 +106,7 @@ def _random_engine(
             for num_pages in capacity.pages_by_group
         ],
         host_write_policy=rng.choice(get_args(WritePolicy)),
+        record_cache_events=True,
         random_seed=rng.randrange(100),
         grammars=small_grammars(),
     )
