@@ -136,10 +136,11 @@ class CacheEventRecorder:
     def _before(self, node: RadixNode, index: int) -> bytes:
         """Return the digest of the page before the one at `index` of a node, or the seed of its namespace."""
         if not index:
+            if node.parent in self._namespaces:
+                return _seed(self._namespaces[node.parent])
             assert node.parent is not None
-            node, index = node.parent, node.parent.length
-            if not index:
-                return _seed(self._namespaces[node])
+            node = node.parent
+            index = node.length
         return self._pages[node.pages[index - 1]] if node.pages else self._slots[node.host_slots[index - 1]]
 
     def _add(self, node: RadixNode, start: int, digests: Sequence[bytes], medium: str) -> None:

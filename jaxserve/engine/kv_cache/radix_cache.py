@@ -23,8 +23,8 @@ from jaxserve.engine.kv_cache.window_pages import WindowPages, WindowRun
 class RadixCache:
     """The cached prefixes over the pages of `pool`, and of `windows` for KV groups with a window.
 
-    When `disabled`, it holds only roots, so nothing is found or kept. Without a `tier`, evicted pages are lost. It tells
-    the tier's recorder, if there is one, which pages can be found.
+    When `disabled`, it holds only roots, so nothing is found or kept. Without a `tier`, evicted pages are lost.
+    The tier's recorder, if there is one, learns which pages can be found.
     """
 
     def __init__(
