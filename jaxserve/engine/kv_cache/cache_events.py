@@ -74,11 +74,12 @@ class CacheEventRecorder:
 
     def stored(self, node: RadixNode, start: int = 0) -> None:
         """Record that the pages of `node` from index `start` on are on the device; those before them are known."""
+        before = self._before(node, start)
         digests = [self._slots[slot] for slot in node.host_slots[start:]]
-        before = digests[-1] if digests else self._before(node, start)
-        digests += self._chain(before, node.tokens[(start + len(digests)) * self._page_size :])
+        more = node.tokens[(start + len(digests)) * self._page_size :]
+        digests += self._chain(digests[-1] if digests else before, more)
         self._pages.update(zip(node.pages[start:], digests, strict=True))
-        self._add(node, start, digests, ON_DEVICE)
+        self._add(node, start, before, digests, ON_DEVICE)
 
     def saved(self, node: RadixNode, start: int) -> None:
         """Record that the pages of `node` from index `start` on have copies in host memory, as far as it has slots."""
@@ -86,7 +87,7 @@ class CacheEventRecorder:
         if slots:
             digests = [self._pages[page] for page in node.pages[start : start + len(slots)]]
             self._slots.update(zip(slots, digests))
-            self._add(node, start, digests, IN_HOST_MEMORY)
+            self._add(node, start, self._before(node, start), digests, IN_HOST_MEMORY)
 
     def evicted(self, pages: Sequence[int]) -> None:
         """Record that consecutive pages of a sequence are no longer on the device."""
@@ -143,7 +144,8 @@ class CacheEventRecorder:
             index = node.length
         return self._pages[node.pages[index - 1]] if node.pages else self._slots[node.host_slots[index - 1]]
 
-    def _add(self, node: RadixNode, start: int, digests: Sequence[bytes], medium: str) -> None:
+    def _add(self, node: RadixNode, start: int, before: bytes, digests: Sequence[bytes], medium: str) -> None:
+        """Add the event of pages of a node from index `start` on, which follow the page with the digest `before`."""
         size = self._page_size
         extra_keys: list[tuple[str, ...] | None] | None = None
         namespace = None if start else self._namespaces.get(node.parent)
@@ -152,7 +154,7 @@ class CacheEventRecorder:
         self._events.append(
             PagesStored(
                 block_hashes=list(map(_as_hash, digests)),
-                parent_block_hash=None if namespace is not None else _as_hash(self._before(node, start)),
+                parent_block_hash=None if namespace is not None else _as_hash(before),
                 token_ids=node.tokens[start * size : (start + len(digests)) * size],
                 block_size=size,
                 lora_id=None,

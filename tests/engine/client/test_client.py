@@ -110,8 +110,9 @@ async def test_the_events_of_the_prefix_cache_are_published_while_requests_run_a
     config = KvEventsConfig(endpoint=endpoint, replay_endpoint=replay)
     async with running(kv_events_config=config, max_total_tokens=128) as client:
         received.connect(endpoint)
-        while not received.poll(20):  # until the engine knows the subscriber
-            await client.flush_cache()
+        async with asyncio.timeout(60):
+            while not received.poll(20):  # until the engine knows the subscriber
+                await client.flush_cache()
         for i in range(20):
             await all_of(client.submit(make_request(f"r{i}", 30, max_tokens=10)))
         num_cached = (await client.refresh_stats()).num_evictable_pages

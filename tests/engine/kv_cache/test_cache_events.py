@@ -128,6 +128,23 @@ def test_a_subscriber_knows_what_can_be_found_after_splits_loads_and_flushes() -
     assert [len(hashes) for hashes in subscriber.hashes.values()] == [4, 0]
 
 
+def test_the_beginning_of_a_prefix_is_loaded_first() -> None:
+    pool, cache = _cache(4)
+    subscriber = CacheSubscriber()
+    _keep(pool, cache, LONG)
+    cache.evict(4)
+    cache.match("", LONG, 4)
+    node, _ = cache.match("", LONG, 8)
+    subscriber.receive(_taken(cache))
+    cache.lock(node)
+    cache.load(node, pool.allocate(4))
+    assert cache.tier.recorder is not None
+    loaded = cache.tier.recorder.take()
+    assert len(loaded) == 2
+    subscriber.receive(loaded)
+    assert [len(hashes) for hashes in subscriber.hashes.values()] == [4, 4]
+
+
 def test_pages_that_a_flush_has_detached_are_not_removed_again() -> None:
     pool, cache = _cache()
     _keep(pool, cache, TENS)
