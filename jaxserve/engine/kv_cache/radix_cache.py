@@ -232,7 +232,7 @@ class RadixCache:
         if evictable != self.num_evictable:
             problems.append(f"{self.num_evictable} cached pages are said to be evictable, but {evictable} are")
         if self._recorder is not None:
-            problems += self._recorder.check(self._roots)
+            problems += self._recorder.check(nodes)
         return problems + self.tier.check(slots, nodes)
 
     def _root(self, namespace: Hashable) -> RadixNode:

@@ -110,7 +110,7 @@ class CachePublisher:
             (one.bind if bind else one.connect)(endpoint)
         except zmq.ZMQError as error:
             raise ConfigError(
-                f"kv_events_config: {key} {endpoint} can't be opened: {zmq.strerror(error.errno)}; choose another"
+                f"kv_events_config: {key} {endpoint} can't be opened: {zmq.strerror(error.errno or 0)}; choose another"
             ) from None
         return one
 

@@ -157,19 +157,24 @@ def test_pages_that_a_flush_has_detached_are_not_removed_again() -> None:
     assert _taken(cache) == []
 
 
-@pytest.mark.parametrize("lost", ["page", "slot", "hash"])
+@pytest.mark.parametrize("lost", ["page", "slot", "hash", "copied hash"])
 def test_the_check_finds_what_the_events_lack_and_what_they_have_too_much(lost: str) -> None:
     pool, cache = _cache(8, "write_through")
     _keep(pool, cache, TENS)
     cache.tier.save_added()
     recorder = cache.tier.recorder
     assert recorder is not None
-    if lost == "hash":
-        recorder._pages[3] = recorder._pages[2]
+    told = recorder._pages if lost in ("page", "hash") else recorder._slots
+    if "hash" in lost:
+        told[3] = told[2]
     else:
-        (recorder._pages if lost == "page" else recorder._slots).pop(3)
+        told.pop(3)
     [problem] = cache.check([])
-    assert ("in host memory" if lost == "slot" else "on the device") in problem
+    expected = {
+        "page": "of the 4 pages on the device, the events lack 1; and they have 0 others",
+        "slot": "in host memory",
+    }
+    assert expected.get(lost, "a cached run of 4 pages has other hashes") in problem
 
 
 def test_events_have_the_bytes_of_vllm() -> None:
