@@ -99,12 +99,15 @@ class CachePublisher:
         self._thread.join()
         self._context.destroy(linger=_LINGER)
         self._wakes.close()
+        if self.num_dropped:
+            logger.warning("KV events: %d batches of rank %d were dropped", self.num_dropped, self._rank)
 
     def _open(self, kind: int, key: str, endpoint: str, room: int, *, bind: bool) -> zmq.Socket[bytes]:
         endpoint = at_rank(endpoint, self._rank)
         one: zmq.Socket[bytes] = self._context.socket(kind)
         one.set_hwm(room)
-        one.maxmsgsize = _MOST_REQUEST_BYTES
+        if kind == zmq.ROUTER:
+            one.maxmsgsize = _MOST_REQUEST_BYTES
         one.ipv6 = "[" in endpoint
         try:
             (one.bind if bind else one.connect)(endpoint)

@@ -184,3 +184,14 @@ def test_events_have_the_bytes_of_vllm() -> None:
     assert [type(event) for event in batch.events] == [PagesStored, PagesStored, PagesRemoved, CacheCleared]
     assert batch.data_parallel_rank == 1
     assert msgspec.msgpack.encode(batch) == raw
+
+
+def test_vllm_decodes_the_events() -> None:
+    vllm = pytest.importorskip("vllm.distributed.kv_events")
+    raw = FIXTURE.read_bytes()
+    ours = msgspec.msgpack.encode(msgspec.msgpack.decode(raw, type=EventBatch))
+    batch = msgspec.msgpack.decode(ours, type=vllm.KVEventBatch)
+    assert [type(event).__name__ for event in batch.events] == [
+        *("BlockStored", "BlockStored", "BlockRemoved", "AllBlocksCleared")
+    ]
+    assert msgspec.msgpack.encode(batch) == raw

@@ -118,7 +118,8 @@ def test_a_full_queue_drops_batches_whose_numbers_a_subscriber_misses(
         while len(found := _request(client, 0)) < 3:
             pass
         assert [number for _, number, _ in found] == [0, 1, 5]
-    publisher.close()
+        publisher.close()
+        assert "3 batches of rank 0 were dropped" in caplog.text
 
 
 def test_what_waits_is_published_before_the_end(folder: Path) -> None:
