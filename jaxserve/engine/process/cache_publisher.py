@@ -144,7 +144,8 @@ class CachePublisher:
         assert self._replies is not None
         client, *request = self._replies.recv_multipart()
         if len(request) != 2 or len(request[1]) != _NUMBER_BYTES:
-            logger.warning("KV events: a request must be an empty frame and a number of 8 bytes; got %r", request)
+            sizes = [len(frame) for frame in request[:4]]
+            logger.warning("KV events: a request must be an empty frame and a number of 8 bytes, got sizes %s", sizes)
             return
         for number, payload in self._sent:
             if number >= request[1]:  # big-endian numbers are in the order of their bytes
