@@ -320,6 +320,7 @@ def _make_loop(
         prefix_cache=not config.disable_radix_cache,
         num_host_pages=num_host_pages,
         host_write_policy=config.hicache_write_policy,
+        record_cache_events=config.kv_events_config is not None,
         speculation=speculation,
         grammars=Grammars(lambda: load_vocabulary(load_tokenizer(model_source.resolve(config.model)))),
     )

@@ -55,8 +55,8 @@ MAY_IMPORT = {
 ORDER_INSIDE = {
     "jaxserve.bench": "datasets processes | engine load | results | accuracy sweep | tune",
     "jaxserve.cli": "common | bench chat compile config convert doctor generate main pull serve | plan",
-    "jaxserve.config": "nearest processes speculation threads | foreign_forms ranges | aliases schema | "
-                       "data_parallel settings | load | explain",
+    "jaxserve.config": "mappings nearest processes speculation threads | foreign_forms kv_events ranges | "
+                       "aliases schema | data_parallel settings | load | explain",
     "jaxserve.engine": "kv_cache multihost speculation | scheduling | core | process | client",
     "jaxserve.layers": "axes batch exchange | linear norm rope vocabulary | attention embedding mlp | "
                        "latent_attention mixture",

@@ -54,7 +54,12 @@ def resolve_dp_mode(config: EngineConfig) -> EngineConfig:
 
 
 def require_single_process(config: EngineConfig, caller: str) -> EngineConfig:
-    """Return the configuration as `caller` runs it, in one engine process. Raise `ConfigError` for replicas."""
+    """Return the configuration as `caller` runs it, in one engine process.
+
+    Raise `ConfigError` for replicas, and for sockets that only an engine process opens.
+    """
+    if config.kv_events_config is not None:
+        raise ConfigError(f"kv_events_config: {caller} publishes no events: leave it out, or use `jaxserve serve`")
     if config.dp_mode == "replicas" and config.dp_size > 1:
         raise ConfigError(
             f"dp_mode=replicas starts {config.dp_size} engine processes, and {caller} runs only one: leave it out for "

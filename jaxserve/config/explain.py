@@ -6,6 +6,8 @@ import textwrap
 from collections.abc import Iterable
 from typing import Any
 
+import msgspec
+
 from jaxserve.config.load import LoadedConfig, SettingValue
 from jaxserve.config.schema import EngineConfig
 
@@ -39,10 +41,10 @@ def as_text(loaded: LoadedConfig, width: int = 100) -> Iterable[str]:
 
 
 def printable_value(value: SettingValue) -> object:
-    """Return the value for printing: secrets masked, tuples as lists."""
+    """Return the value for printing: secrets masked, tuples as lists, structs as mappings."""
     if value.setting.name in _SECRET and value.value is not None:
         return "***"
-    return list(value.value) if isinstance(value.value, tuple) else value.value
+    return list(value.value) if isinstance(value.value, tuple) else msgspec.to_builtins(value.value)
 
 
 def _readable(value: SettingValue) -> str:

@@ -6,10 +6,10 @@ and SGLang's count of draft tokens.
 
 from __future__ import annotations
 
-import json
 import types
 from collections.abc import Mapping
 
+from jaxserve.config.mappings import read_mapping
 from jaxserve.config.nearest import nearest
 from jaxserve.errors import ConfigError
 
@@ -97,18 +97,8 @@ def _read(
 
     Keys whose value is null are left out, as are unsupported keys whose value is false. Raises `ConfigError`.
     """
-    example = f"write it like '{example}'"
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{place} is not valid JSON: {error}; {example}") from None
-    if value is None:
-        return {}
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"{place} must be a mapping, got {value!r}; {example}")
     found: dict[str, object] = {}
-    for key, given in value.items():
+    for key, given in read_mapping(value, place, example).items():
         if given is None:
             continue
         if key in settings:

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from jaxserve.config.kv_events import KvEventsConfig
 from jaxserve.config.processes import check_processes, ranks_and_shards
 from jaxserve.config.ranges import ENGINE_RANGES, MOST, SERVER_RANGES, check_ranges
 from jaxserve.config.speculation import check_speculation
@@ -215,6 +216,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "nothing; write_back: when evicted, so that host memory holds other pages than the device"
         ),
     ] = "write_through"
+    kv_events_config: Annotated[
+        KvEventsConfig | None,
+        Meta(
+            description="where each rank publishes which prefixes it has cached, for routers: JSON with vLLM's keys, "
+            'such as {"publisher": "zmq", "endpoint": "tcp://*:5557"}; default: nowhere'
+        ),
+    ] = None
     speculative_method: Annotated[
         Literal["none", "ngram", "draft", "eagle", "eagle3", "mtp"],
         Meta(
@@ -300,6 +308,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 f"programs={self.programs}: with nnodes={self.nnodes} every process compiles; leave programs out"
             )
         self._check_hierarchical_cache()
+        if self.kv_events_config is not None:
+            if self.disable_radix_cache:
+                raise ConfigError(
+                    "kv_events_config publishes the content of the cache that disable_radix_cache disables; keep one"
+                )
+            self.kv_events_config.check_ranks(data)
         check_speculation(
             method=self.speculative_method,
             model=self.speculative_model,

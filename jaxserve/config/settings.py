@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from jaxserve.config.kv_events import KvEventsConfig
 from jaxserve.config.schema import EngineConfig, ServerConfig
 from jaxserve.errors import ConfigError
 
@@ -79,6 +80,8 @@ class Setting:
         return self._convert(text, place, strict=False)
 
     def _convert(self, value: object, place: str, *, strict: bool) -> object:
+        if self.kind is KvEventsConfig:
+            return KvEventsConfig.read(value, place)
         try:
             converted: object = msgspec.convert(value, self.kind, strict=strict)
         except msgspec.ValidationError:

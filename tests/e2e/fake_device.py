@@ -72,6 +72,7 @@ def build_engine(config: EngineConfig) -> tuple[EngineLoop, EngineInfo]:
         policy=config.schedule_policy,
         conservativeness=config.schedule_conservativeness,
         limits=QueueLimits.of(config),
+        record_cache_events=config.kv_events_config is not None,
     )
     info = EngineInfo(
         max_model_len=max_model_len,

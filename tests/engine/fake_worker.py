@@ -71,6 +71,7 @@ def build_engine(config: EngineConfig) -> tuple[EngineLoop, EngineInfo]:
         max_prefill_tokens=32,
         max_num_batched_tokens=64,
         limits=QueueLimits.of(config),
+        record_cache_events=config.kv_events_config is not None,
         random_seed=config.random_seed,
     )
     executor = {"stuck": _Stuck, "broken": _Broken}.get(config.model, FakeExecutor)(capacity)

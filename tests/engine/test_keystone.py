@@ -18,6 +18,7 @@ from jaxserve.engine.scheduling.scheduler import Scheduler
 from jaxserve.errors import QUEUE_LIMITS, QueueFullError
 from jaxserve.step_plan import Capacity, WindowGroup
 from tests.drafts import AnyLengths
+from tests.engine.cache_subscriber import CacheSubscriber
 from tests.engine.conftest import make_capacity, make_request
 from tests.engine.fake_executor import VOCAB, FakeExecutor, run_alone
 from tests.grammars import random_grammar, run_at_random, small_grammars
@@ -108,6 +109,7 @@ def _random_engine(
             for num_pages in capacity.pages_by_group
         ],
         host_write_policy=rng.choice(get_args(WritePolicy)),
+        record_cache_events=True,
         random_seed=rng.randrange(100),
         grammars=small_grammars(),
     )
@@ -189,6 +191,7 @@ def test_tokens_are_those_of_each_request_alone(
                 assert not seen or seen[-1].finish_reason is None, "an event after the last one"
                 seen.append(event)
 
+        subscribers = [CacheSubscriber() for _ in range(num_ranks)]
         num_steps = 0
         while arrivals or loop.has_work:
             while arrivals and rng.random() < (0.1 * num_ranks if tiered else 0.5):
@@ -205,6 +208,9 @@ def test_tokens_are_those_of_each_request_alone(
                 scheduler.flush_cache()
             receive(loop.step())
             assert scheduler.check_integrity() == []
+            for subscriber, recorder in zip(subscribers, scheduler._recorders, strict=True):
+                subscriber.receive(recorder.take())
+                assert subscriber.hashes == recorder.hashes()
             num_steps += 1
             assert num_steps < 10_000, "no progress"
         stats = loop.stats(check=True)

@@ -13,6 +13,7 @@ from typing import Any
 
 from jaxserve.cli.common.parser import Parser
 from jaxserve.config import aliases
+from jaxserve.config.kv_events import KvEventsConfig
 from jaxserve.config.load import GivenSetting, LoadedConfig, load_config
 from jaxserve.config.schema import SHARED_SERVER_SETTINGS, EngineConfig
 from jaxserve.config.settings import Setting, as_flag, as_key, settings
@@ -111,7 +112,7 @@ def _options(name: str) -> list[str]:
 def _metavar(setting: Setting) -> str:
     if setting.choices:
         return "{" + ",".join(setting.choices) + "}"
-    return {int: "N", float: "X", tuple[int, ...]: "N"}.get(setting.kind, "TEXT")
+    return {int: "N", float: "X", tuple[int, ...]: "N", KvEventsConfig: "JSON"}.get(setting.kind, "TEXT")
 
 
 class _RecordGiven(argparse.Action):

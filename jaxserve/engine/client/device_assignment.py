@@ -66,7 +66,7 @@ def assign_devices(config: EngineConfig, devices: Devices, environment: Mapping[
         most = max(os.cpu_count() or 1, _MIN_CPU_LIMIT)
         if count > most:
             raise ConfigError(f"dp_size={count}: this CPU has cores for at most {most} replicas; lower --dp-size")
-        return [ReplicaResources(name, divide_threads(environment, count)) for name in names]
+        return [ReplicaResources(name, divide_threads(environment, count), index) for index, name in enumerate(names)]
     if count * each > devices.num_devices:
         fits = devices.num_devices // each
         hint = f"--tp-size {each} --dp-size {fits}" if fits else f"--tp-size {devices.num_devices} --dp-size 1"
@@ -76,12 +76,12 @@ def assign_devices(config: EngineConfig, devices: Devices, environment: Mapping[
         )
     if devices.platform == "tpu":
         return [
-            ReplicaResources(name, own)
-            for name, own in zip(names, _tpu_environments(count, each, devices, environment))
+            ReplicaResources(name, own, index)
+            for index, (name, own) in enumerate(zip(names, _tpu_environments(count, each, devices, environment)))
         ]
     visible = _visible_devices(environment, _CUDA_DEVICES, devices.num_devices)
     return [
-        ReplicaResources(name, {_CUDA_DEVICES: ",".join(visible[number * each : (number + 1) * each])})
+        ReplicaResources(name, {_CUDA_DEVICES: ",".join(visible[number * each : (number + 1) * each])}, number)
         for number, name in enumerate(names)
     ]
 

@@ -15,6 +15,7 @@ import msgspec
 from jaxserve.api_types import EngineRequest, EngineStats, TokenEvent
 from jaxserve.engine.core.profiling import Profiling
 from jaxserve.engine.core.step_log import StepLog
+from jaxserve.engine.kv_cache.cache_events import CacheEvent
 from jaxserve.engine.scheduling.scheduler import Scheduler
 from jaxserve.errors import EngineDeadError
 from jaxserve.observability.timeline import Timeline
@@ -97,6 +98,10 @@ class EngineLoop:
         num_pages = self._scheduler.flush_cache()
         logger.info("Cache flushed: %d pages freed", num_pages)
         return num_pages
+
+    def take_cache_events(self) -> list[list[CacheEvent]]:
+        """Return and clear the recorded events of the prefix caches, by rank."""
+        return self._scheduler.take_cache_events()
 
     def stats(self, *, check: bool = False) -> EngineStats:
         """Return the engine's counters and sizes; with `check`, also the counters that take time to find."""

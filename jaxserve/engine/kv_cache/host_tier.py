@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
+from jaxserve.engine.kv_cache.cache_events import CacheEventRecorder
 from jaxserve.engine.kv_cache.page_pool import PagePool
 from jaxserve.engine.kv_cache.radix_node import LruHeap, RadixNode
 from jaxserve.engine.kv_cache.window_pages import WindowPages
@@ -25,7 +26,8 @@ _Copy = tuple[int, int, int]
 class HostTier:
     """Host memory of `num_pages` slots, one page each; with 0 slots nothing is saved.
 
-    `windows` are the slots for pages of KV groups with a window.
+    `windows` are the slots for pages of KV groups with a window. It tells the `recorder`, if any, which pages of whole
+    sequences have copies.
     """
 
     def __init__(
@@ -34,8 +36,10 @@ class HostTier:
         page_size: int,
         policy: WritePolicy = "write_through",
         windows: Sequence[WindowPages] = (),
+        recorder: CacheEventRecorder | None = None,
     ) -> None:
         self.windows = tuple(windows)
+        self.recorder = recorder
         self._slots = PagePool(num_pages, page_size)
         self._writes_through = num_pages > 0 and policy == "write_through"
         self._added: list[RadixNode] = []
@@ -81,10 +85,13 @@ class HostTier:
 
     def save(self, node: RadixNode) -> int:
         """Save the pages of `node` that have no copy, as many as fit; return how many pages then have one."""
-        pages = node.pages[len(node.host_slots) :]
+        start = len(node.host_slots)
+        pages = node.pages[start:]
         slots = self._allocate(len(pages))
         self._saves.update(((0, slot), page) for slot, page in zip(slots, pages))
         node.host_slots += slots
+        if self.recorder is not None:
+            self.recorder.saved(node, start)
         return len(node.host_slots)
 
     def save_windows(self, node: RadixNode) -> None:
@@ -187,6 +194,8 @@ class HostTier:
         for window in self.windows:
             window.drop_end(node, len(node.host_slots) - kept)
         self._release(node.host_slots[kept:])
+        if self.recorder is not None:
+            self.recorder.dropped(node.host_slots[kept:])
         del node.host_slots[kept:], node.tokens[kept * size :]
         self._evictable.push(parent or node)
 

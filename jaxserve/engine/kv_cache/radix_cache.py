@@ -24,6 +24,7 @@ class RadixCache:
     """The cached prefixes over the pages of `pool`, and of `windows` for KV groups with a window.
 
     When `disabled`, it holds only roots, so nothing is found or kept. Without a `tier`, evicted pages are lost.
+    The tier's recorder, if there is one, learns which pages can be found.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class RadixCache:
         self._pool = pool
         self._page_size = pool.page_size
         self._disabled = disabled
+        self._recorder = self.tier.recorder
         self._roots: dict[Hashable, RadixNode] = {}
         self._detached: set[RadixNode] = set()
         self._time = 0
@@ -74,13 +76,18 @@ class RadixCache:
     def load(self, node: RadixNode, pages: list[int]) -> None:
         """Load the host-only part of the locked prefix that ends at `node` into `pages`, and take them over."""
         end = len(pages)
+        loaded = []
         while not node.pages and node.parent is not None:
             start = end - len(node.host_slots)
             node.pages = pages[start:end]
             node.parent.num_resident_children += 1
             self.tier.load(node)
+            loaded.append(node)
             node, end = node.parent, start
         assert end == 0, "more pages than there are to load"
+        if self._recorder is not None:
+            for node in reversed(loaded):
+                self._recorder.stored(node)
 
     def lock(self, node: RadixNode) -> None:
         """Protect the prefix that ends at `node` from eviction until `unlock`."""
@@ -124,6 +131,8 @@ class RadixCache:
             node.tokens += tokens
             node.pages += pages
             node.last_used = self._time
+            if self._recorder is not None:
+                self._recorder.stored(node, node.length - len(pages))
             self.windows.grow(node, start, len(pages), runs)
             self.tier.mark_added(node)
             return node, len(pages)
@@ -169,6 +178,8 @@ class RadixCache:
     def flush(self) -> int:
         """Remove all prefixes and host copies, release the unlocked pages, and return how many were released."""
         freed = 0
+        if self._recorder is not None:
+            self._recorder.clear()
         for root in self._roots.values():
             for node in list(descendants(root)):
                 node.detached = True
@@ -220,12 +231,16 @@ class RadixCache:
             slots += node.host_slots
         if evictable != self.num_evictable:
             problems.append(f"{self.num_evictable} cached pages are said to be evictable, but {evictable} are")
+        if self._recorder is not None:
+            problems += self._recorder.check(nodes)
         return problems + self.tier.check(slots, nodes)
 
     def _root(self, namespace: Hashable) -> RadixNode:
         root = self._roots.get(namespace)
         if root is None:
             root = self._roots[namespace] = RadixNode(None, [], [])
+            if self._recorder is not None:
+                self._recorder.add_root(root, namespace)
         return root
 
     def _take(self, root: RadixNode, path: list[tuple[RadixNode, int]]) -> tuple[RadixNode, list[int]]:
@@ -275,6 +290,8 @@ class RadixCache:
             child.locks = locks
             child.last_used = self._time
             node.num_resident_children += 1
+            if self._recorder is not None:
+                self._recorder.stored(child)
             self.tier.mark_added(child)
             node, taken = child, taken + count
         return node, taken
@@ -286,6 +303,8 @@ class RadixCache:
         self.num_evictable -= len(node.pages)
         self._pool.release(node.pages)
         kept = self.tier.save(node)
+        if self._recorder is not None:
+            self._recorder.evicted(node.pages)
         if kept < len(node.pages):
             # Its host-only descendants were evicted first, to make room for its copies.
             lost = self._split_tail(node, kept) if kept else node

@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 import msgspec
@@ -24,6 +24,7 @@ from jaxserve.api_types import EngineInfo, EngineRequest, FinishReason, ProfileI
 from jaxserve.config.schema import EngineConfig
 from jaxserve.engine.core.loop import EngineLoop
 from jaxserve.engine.multihost.process_group import ProcessGroup
+from jaxserve.engine.process.cache_publisher import CachePublisher, open_publishers
 from jaxserve.engine.process.follower import Execute, execute_commands
 from jaxserve.engine.process.launch_protocol import (
     Failed,
@@ -98,15 +99,16 @@ def run(build: Build, build_follower: BuildFollower | None = None) -> int:
             execute, info = build_follower(order.config, group)
             write_message(order.report_fd, Started(_with_startup_times(info, order, imported)))
             execute_commands(group, execute, parent_pipe)
-        loop, info = build(order.config) if group is None else build(order.config, group)
-        info = _with_startup_times(info, order, imported)
-        with EngineTransport(order.command_address, order.client_addresses, parent_pipe) as transport:
-            write_message(order.report_fd, Started(info))
-            # Objects made at start-up live as long as the process: the garbage collector need not scan them again.
-            gc.collect()
-            gc.freeze()
-            interval = min(_HEARTBEAT_INTERVAL, order.config.watchdog_timeout / _HEARTBEATS_PER_TIMEOUT)
-            _CommandServer(loop, transport, interval).run()
+        with open_publishers(order.config, order.resources.index) as publishers:
+            loop, info = build(order.config) if group is None else build(order.config, group)
+            info = _with_startup_times(info, order, imported)
+            with EngineTransport(order.command_address, order.client_addresses, parent_pipe) as transport:
+                write_message(order.report_fd, Started(info))
+                # Objects made at start-up live as long as the process: the garbage collector need not scan them again.
+                gc.collect()
+                gc.freeze()
+                interval = min(_HEARTBEAT_INTERVAL, order.config.watchdog_timeout / _HEARTBEATS_PER_TIMEOUT)
+                _CommandServer(loop, transport, interval, publishers).run()
     except Exception as error:
         if group is not None and not isinstance(error, ConfigError):
             group.wait_for_cause()
@@ -128,15 +130,21 @@ class _CommandServer:
     """Executes commands on the engine, and sends each client one message per step with its events.
 
     An error of a command is sent as its answer; only a failed step ends the process. While there is nothing to do,
-    every client gets a heartbeat each `heartbeat_interval` seconds.
+    every client gets a heartbeat each `heartbeat_interval` seconds. The `publishers` of the ranks, if
+    there are any, publish the events of their prefix caches.
     """
 
     def __init__(
-        self, loop: EngineLoop, transport: EngineTransport, heartbeat_interval: float = _HEARTBEAT_INTERVAL
+        self,
+        loop: EngineLoop,
+        transport: EngineTransport,
+        heartbeat_interval: float = _HEARTBEAT_INTERVAL,
+        publishers: Sequence[CachePublisher] = (),
     ) -> None:
         self._loop = loop
         self._transport = transport
         self._heartbeat_interval = heartbeat_interval
+        self._publishers = publishers
         self._owners: dict[str, int] = {}
         self._outbox: list[list[TokenEvent]] = [[] for _ in range(transport.num_clients)]
         self._num_steps = 0
@@ -158,6 +166,8 @@ class _CommandServer:
                 for client in range(transport.num_clients):
                     transport.send(client, Idle())
             self._send_step()
+            if self._publishers:
+                self._publish_cache_events()
             if self._profiles:
                 self._send_profiles()
 
@@ -248,6 +258,11 @@ class _CommandServer:
             for client, events in enumerate(self._outbox):
                 self._transport.send(client, StepEvents(events, stats))
                 self._outbox[client] = []
+
+    def _publish_cache_events(self) -> None:
+        for publisher, events in zip(self._publishers, self._loop.take_cache_events(), strict=True):
+            if events:
+                publisher.publish(events)
 
 
 def _failed(number: int, error: Exception) -> CommandFailed:

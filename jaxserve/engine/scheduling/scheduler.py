@@ -16,6 +16,7 @@ from typing import NamedTuple
 import msgspec
 
 from jaxserve.api_types import EngineRequest, EngineStats, FinishReason, TokenEvent, TokenLogprobs, Usage
+from jaxserve.engine.kv_cache.cache_events import CacheEvent, CacheEventRecorder
 from jaxserve.engine.kv_cache.host_tier import HostTier, WritePolicy
 from jaxserve.engine.kv_cache.page_pool import PagePool
 from jaxserve.engine.kv_cache.radix_cache import RadixCache
@@ -50,8 +51,8 @@ class Scheduler:
     On each rank, a step has at most `max_num_batched_tokens` tokens, of which at most `chunked_prefill_size` and at
     most `max_prefill_tokens` belong to prompts. Requests beyond `limits` are refused. `random_seed` determines the
     seeds of requests without one. Each rank keeps pages evicted from its prefix cache in `num_host_pages` pages of host
-    memory, by KV group (none if empty). Without `grammars`, requests that have one are rejected. `clock` returns
-    seconds and measures queue time.
+    memory, by KV group (none if empty), and with `record_cache_events` records what can be found in it. Without
+    `grammars`, requests that have one are rejected. `clock` returns seconds and measures queue time.
     Raises `ConfigError` if a limit is so low that nothing could ever run.
     """
 
@@ -69,6 +70,7 @@ class Scheduler:
         prefix_cache: bool = True,
         num_host_pages: Sequence[int] = (),
         host_write_policy: WritePolicy = "write_through",
+        record_cache_events: bool = False,
         mixed_step_seconds: float = 0.0,
         speculation: Speculation | None = None,
         grammars: Grammars | None = None,
@@ -76,9 +78,11 @@ class Scheduler:
     ) -> None:
         self._capacity = capacity
         self._clock = clock
+        size, count = capacity.page_size, capacity.num_ranks
+        self._recorders = [CacheEventRecorder(size) for _ in range(count)] if record_cache_events else []
         self._ranks = ranks = [
-            _make_rank(index, capacity, num_host_pages, host_write_policy, prefix_cache=prefix_cache)
-            for index in range(capacity.num_ranks)
+            _make_rank(index, capacity, num_host_pages, host_write_policy, recorder, prefix_cache=prefix_cache)
+            for index, recorder in enumerate(self._recorders or [None] * count)
         ]
 
         def cached(request: Request) -> int:
@@ -253,6 +257,10 @@ class Scheduler:
         events, self._events = self._events, []
         return events
 
+    def take_cache_events(self) -> list[list[CacheEvent]]:
+        """Return and clear the recorded events of the prefix caches, by rank; none unless they are recorded."""
+        return [recorder.take() for recorder in self._recorders]
+
     @property
     def has_work(self) -> bool:
         """Whether a request is open or an event has not been taken."""
@@ -409,7 +417,13 @@ class Scheduler:
 
 
 def _make_rank(
-    index: int, capacity: Capacity, num_host_pages: Sequence[int], policy: WritePolicy, *, prefix_cache: bool
+    index: int,
+    capacity: Capacity,
+    num_host_pages: Sequence[int],
+    policy: WritePolicy,
+    recorder: CacheEventRecorder | None,
+    *,
+    prefix_cache: bool,
 ) -> Rank:
     size, groups = capacity.page_size, capacity.window_groups
     pool = PagePool(capacity.num_pages, size)
@@ -418,7 +432,7 @@ def _make_rank(
         WindowPages(num_pages, size, group.window, len(groups) + i)
         for i, (group, num_pages) in enumerate(zip(groups, num_host_pages[1:]))
     ]
-    tier = HostTier(num_host_pages[0] if num_host_pages else 0, size, policy, copies)
+    tier = HostTier(num_host_pages[0] if num_host_pages else 0, size, policy, copies, recorder)
     return Rank(index, capacity, RadixCache(pool, tier, windows, disabled=not prefix_cache), pool)
 
 

@@ -35,7 +35,12 @@ NEEDS = {
 }
 
 
-VALUES = {"dist_init_addr": "host:5000", "prompt_lookup_max": "5", "prompt_lookup_min": "3"}
+VALUES = {
+    "dist_init_addr": "host:5000",
+    "prompt_lookup_max": "5",
+    "prompt_lookup_min": "3",
+    "kv_events_config": '{"publisher": "zmq"}',
+}
 
 
 @pytest.mark.parametrize("name", list(settings()))

@@ -5,6 +5,7 @@ import contextlib
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -15,11 +16,14 @@ from typing import Any
 import msgspec
 import psutil
 import pytest
+import zmq
 
 from jaxserve.api_types import FinishReason, TokenEvent
+from jaxserve.config.kv_events import KvEventsConfig
 from jaxserve.config.schema import EngineConfig
 from jaxserve.engine.client import EngineClient, EngineProcesses, InProcessEngine
 from jaxserve.engine.client.stream import RequestStream
+from jaxserve.engine.process.cache_publisher import END_OF_REPLAY, EventBatch
 from jaxserve.engine.process.transport import Abort, Add, FlushCache, ReadStats, StartProfile, StopProfile
 from jaxserve.errors import (
     ConfigError,
@@ -30,6 +34,7 @@ from jaxserve.errors import (
     ModelNotFoundError,
     RequestFailedError,
 )
+from tests.engine.cache_subscriber import CacheSubscriber
 from tests.engine.conftest import make_request
 from tests.engine.fake_executor import run_alone
 
@@ -91,6 +96,51 @@ async def test_streams_have_the_tokens_of_each_request(overlap: bool) -> None:
         assert client.stats == stats
         assert client.health is None
         assert not client.on_death.done()
+
+
+async def test_the_events_of_the_prefix_cache_are_published_while_requests_run_and_while_none_does(
+    sockets: Path,
+) -> None:
+    paths = [sockets / "events", sockets / "replay"]
+    endpoint, replay = (f"ipc://{path}" for path in paths)
+    context = zmq.Context()
+    received, replies = context.socket(zmq.SUB), context.socket(zmq.DEALER)
+    received.rcvtimeo = replies.rcvtimeo = 60_000
+    received.subscribe("")
+    config = KvEventsConfig(endpoint=endpoint, replay_endpoint=replay)
+    async with running(kv_events_config=config, max_total_tokens=128) as client:
+        received.connect(endpoint)
+        async with asyncio.timeout(60):
+            while not received.poll(20):  # until the engine knows the subscriber
+                await client.flush_cache()
+        for i in range(20):
+            await all_of(client.submit(make_request(f"r{i}", 30, max_tokens=10)))
+        num_cached = (await client.refresh_stats()).num_evictable_pages
+        await client.flush_cache()
+        subscriber, counts, batches = CacheSubscriber(), [0], []
+        while max(counts) == 0 or counts[-1] > 0:  # to the flush, while nothing ran
+            batches.append(received.recv_multipart())
+            subscriber.receive(msgspec.msgpack.decode(batches[-1][2], type=EventBatch).events)
+            counts.append(len(subscriber.hashes["GPU"]))
+        assert counts[-2] == num_cached > 0
+        replies.connect(replay)
+        replies.send_multipart([b"", batches[1][1]])
+        for batch in batches[1:]:
+            assert replies.recv_multipart() == [b"", *batch]
+        assert replies.recv_multipart() == [b"", b"", END_OF_REPLAY, b""]
+    context.destroy(linger=0)
+    for path in paths:
+        path.unlink()  # ZeroMQ leaves the files of its sockets
+
+
+async def test_a_port_in_use_for_events_fails_the_start() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        endpoint = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(
+            ConfigError, match=f"kv_events_config: endpoint {endpoint} can't be opened: Address already"
+        ):
+            async with running(kv_events_config=KvEventsConfig(endpoint=endpoint, bind=True)):
+                pass
 
 
 async def test_events_arrive_while_the_request_runs() -> None:

@@ -50,6 +50,8 @@ def test_a_tpu_is_divided_by_chips() -> None:
         {"TPU_VISIBLE_CHIPS": "0,1,2,3", "TPU_CHIPS_PER_PROCESS_BOUNDS": "2,2,1", "TPU_PROCESS_BOUNDS": "1,1,1"},
     )
     assert second.environment["TPU_VISIBLE_CHIPS"] == "4,5,6,7"
+    for devices in (v6e, gpus(8), Devices(platform="cpu", num_devices=1, num_chips=1)):
+        assert [one.index for one in assign_devices(EngineConfig(dp_size=2, tp_size=4), devices, {})] == [0, 1]
     two_on_a_chip = Devices(platform="tpu", num_devices=8, num_chips=4)
     assert visible(4, 2, two_on_a_chip, {"TPU_VISIBLE_CHIPS": "3,2,1,0"}, "TPU_VISIBLE_CHIPS") == ["3", "2", "1", "0"]
     with pytest.raises(ConfigError, match=r"tp_size=1 gives each replica 0\.5 TPU chips"):

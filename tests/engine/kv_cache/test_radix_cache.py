@@ -6,6 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from jaxserve.engine.kv_cache.cache_events import CacheEventRecorder
 from jaxserve.engine.kv_cache.host_tier import HostTier, WritePolicy
 from jaxserve.engine.kv_cache.page_pool import PagePool
 from jaxserve.engine.kv_cache.radix_cache import RadixCache
@@ -174,7 +175,8 @@ class CacheMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool, self.cache = _cache(12, HostTier(self.num_host_pages, SIZE, self.policy))
+        recorder = CacheEventRecorder(SIZE)  # `RadixCache.check` compares what it has recorded with the tree
+        self.pool, self.cache = _cache(12, HostTier(self.num_host_pages, SIZE, self.policy, (), recorder))
         self.held: dict[int, tuple[int, ...]] = {}
         self.host: dict[int, tuple[int, ...]] = {}
         self.running: list[tuple[list[int], RadixNode, int, list[int]]] = []

@@ -4,6 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from jaxserve.engine.kv_cache.cache_events import CacheEventRecorder
 from jaxserve.engine.kv_cache.host_tier import HostTier, WritePolicy
 from jaxserve.engine.kv_cache.page_pool import PagePool
 from jaxserve.engine.kv_cache.radix_cache import RadixCache
@@ -116,7 +117,7 @@ class WindowMachine(RuleBasedStateMachine):
         capacity = make_capacity(num_pages=12, page_size=SIZE, num_slots=4, window_groups=(WindowGroup(9, WINDOW),))
         pool, windows = PagePool(12, SIZE), [WindowPages(9, SIZE, WINDOW, 0)]
         copies = [WindowPages(self.num_host_pages[1], SIZE, WINDOW, 1)] if self.num_host_pages[0] else []
-        tier = HostTier(self.num_host_pages[0], SIZE, self.policy, copies)
+        tier = HostTier(self.num_host_pages[0], SIZE, self.policy, copies, CacheEventRecorder(SIZE))
         self.rank = Rank(0, capacity, RadixCache(pool, tier, windows), pool)
         self.held: dict[tuple[int, int], tuple[int, ...]] = {}
         self.host: dict[tuple[int, int], tuple[int, ...]] = {}

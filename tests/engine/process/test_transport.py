@@ -11,6 +11,7 @@ import pytest
 
 from jaxserve.api_types import EngineStats, FinishReason, TokenEvent
 from jaxserve.engine.core.loop import EngineLoop
+from jaxserve.engine.kv_cache.cache_events import CacheCleared, CacheEvent, PagesStored
 from jaxserve.engine.process.main import _CommandServer
 from jaxserve.engine.process.transport import (
     Abort,
@@ -18,6 +19,7 @@ from jaxserve.engine.process.transport import (
     ClientTransport,
     Command,
     EngineTransport,
+    FlushCache,
     Idle,
     Message,
     ReadStats,
@@ -89,6 +91,30 @@ def test_each_client_gets_its_own_events_in_one_message_per_step(sockets: Path) 
         assert tokens == run_alone(other, 64).token_ids
     os.close(parent)
     os.close(parent_pipe)
+
+
+class _Published:
+    """A publisher that keeps what it is told to publish."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[CacheEvent]] = []
+
+    def publish(self, events: list[CacheEvent]) -> None:
+        self.batches.append(events)
+
+
+def test_each_rank_has_its_events_published_once_a_turn_and_only_if_there_are_any() -> None:
+    capacity = make_capacity(num_ranks=2, num_slots=1)
+    scheduler = Scheduler(
+        capacity, chunked_prefill_size=4, max_prefill_tokens=4, max_num_batched_tokens=8, record_cache_events=True
+    )
+    loop = EngineLoop(scheduler, FakeExecutor(capacity), overlap=False)
+    requests = [make_request("a", 12, max_tokens=2), make_request("b", 4, max_tokens=9)]
+    publishers = [_Published(), _Published()]
+    transport = _Scripted([Add(requests)], [FlushCache(0, 1)], [], None)
+    _CommandServer(loop, transport, publishers=publishers).run()  # type: ignore[arg-type]
+    kinds = [[[type(event) for event in batch] for batch in one.batches] for one in publishers]
+    assert kinds == [[[PagesStored]] * 3 + [[CacheCleared]], [[PagesStored]] * 2 + [[CacheCleared]]]
 
 
 def test_the_end_of_the_parent_wakes_the_engine(sockets: Path) -> None:

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from jaxserve.config.kv_events import KvEventsConfig
 from jaxserve.config.schema import EngineConfig, ServerConfig
 from jaxserve.server.server_state import ServerState
 from tests.server.conftest import ServerUnderTest, over_asgi
@@ -88,6 +89,22 @@ async def test_server_info():
         server.engine.release()
         await task
         assert (await server.http.get("/server_info", headers=headers)).json()["open_requests"] == 0
+
+
+async def test_server_info_tells_routers_where_the_events_of_caches_are():
+    async with over_asgi() as server:
+        assert "kv_events" not in (await server.http.get("/server_info")).json()
+        server.state.engine_config = EngineConfig(kv_events_config=KvEventsConfig(endpoint="tcp://*:6000", topic="kv"))
+        info = (await server.http.get("/server_info")).json()
+    assert info["engine_config"]["kv_events_config"]["topic"] == "kv"
+    assert info["kv_events"] == {
+        "publisher": "zmq",
+        "endpoint_host": "*",
+        "endpoint_port_base": 6000,
+        "topic": "kv",
+        "block_size": 16,
+        "dp_size": 1,
+    }
 
 
 async def test_server_info_does_not_wait_for_a_hung_engine(server: ServerUnderTest):
