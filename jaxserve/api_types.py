@@ -374,7 +374,8 @@ class ProfileInfo(msgspec.Struct, frozen=True, array_like=True):
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """The metrics of an engine, sent with the events of a step and on request. Counters never decrease.
 
-    - Of the `num_waiting` requests, `num_deferred` wait for a prefix that another request computes.
+    - The `num_waiting` requests have `num_waiting_tokens` tokens, cached ones included; `num_deferred` of them wait
+      for a prefix that another request computes.
     - A page is free, evictable (cached but unused) or in use; `token_usage` is the share in use, the largest of all KV
       groups. `num_pages` and the like count pages of the first group, which keeps whole sequences; of the
       `num_window_pages` of each group with a window, `num_free_window_pages` are free or evictable.
@@ -400,6 +401,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
 
     num_running: int = 0
     num_waiting: int = 0
+    num_waiting_tokens: int = 0
     num_deferred: int = 0
     num_free_pages: int = 0
     num_evictable_pages: int = 0

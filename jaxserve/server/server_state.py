@@ -22,6 +22,7 @@ from jaxserve.observability.metrics import Metrics
 from jaxserve.server.errors import UnavailableError
 
 if TYPE_CHECKING:
+    from jaxserve.api_types import ReplicaStats
     from jaxserve.engine.client import Engine
     from jaxserve.observability.engine_metrics import Reading
     from jaxserve.text.answers.formats import AnswerFormats
@@ -119,7 +120,7 @@ class ServerState:
             "enable_prefix_caching": str(not engine_config.disable_radix_cache),
             "gpu_memory_utilization": str(engine_config.mem_fraction_static),
         }
-        self.metrics = Metrics(self.model_name, self._reading, cache_config)
+        self.metrics = Metrics(self.model_name, self._reading, cache_config, self._replicas)
         self.num_open_requests = 0
         self.idle = asyncio.Event()
         self.idle.set()
@@ -214,3 +215,6 @@ class ServerState:
 
     def _reading(self) -> Reading | None:
         return None if self._loaded is None else (self._loaded.engine.info, self._loaded.engine.stats)
+
+    def _replicas(self) -> Sequence[ReplicaStats]:
+        return () if self._loaded is None else self._loaded.engine.replicas

@@ -32,6 +32,7 @@ class WaitingQueue:
 
     `cached` returns how many tokens of a request the prefix cache holds, for `lpm`. Each operation is O(log n) in the
     number of waiting requests. So is each step of `in_order`, except under `lpm`, which looks at up to 128 requests.
+    `num_tokens` is the sum of their tokens, cached ones included.
     """
 
     def __init__(self, policy: Policy = "fcfs", cached: Callable[[Request], int] = lambda _: 0, seed: int = 0) -> None:
@@ -43,6 +44,7 @@ class WaitingQueue:
         self._heap: list[_Entry] = []
         self._entries: dict[str, _Entry] = {}
         self._num_removed = 0
+        self.num_tokens = 0
 
     def __len__(self) -> int:
         return len(self._retracted) + len(self._arrived)
@@ -61,11 +63,13 @@ class WaitingQueue:
         if self._policy == "priority":
             self._push(request)
             return
+        self.num_tokens += request.num_fill_tokens
         self._retracted.append(request)
         self._retracted.sort(key=lambda other: other.arrival)
 
     def remove(self, request: Request) -> None:
         """Remove a request that starts or ends."""
+        self.num_tokens -= request.num_fill_tokens
         self._entries.pop(request.request_id, None)
         if self._arrived.pop(request.request_id, None) is None:
             self._retracted.remove(request)
@@ -91,6 +95,7 @@ class WaitingQueue:
             yield from self._in_heap_order(oldest if overdue else None)
 
     def _push(self, request: Request) -> None:
+        self.num_tokens += request.num_fill_tokens
         self._arrived[request.request_id] = request
         keys = {"priority": -request.priority, "shortest-prefill-first": request.num_fill_tokens}
         key = self._random.random() if self._policy == "random" else keys.get(self._policy)

@@ -65,6 +65,7 @@ class SchedulerStats:
         stats = EngineStats(
             num_running=table.num_running,
             num_waiting=num_waiting,
+            num_waiting_tokens=table.waiting.num_tokens,
             num_deferred=min(num_deferred, num_waiting),
             num_free_pages=sum(rank.pool.num_free for rank in ranks),
             num_evictable_pages=sum(rank.cache.num_evictable for rank in ranks),

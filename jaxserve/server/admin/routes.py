@@ -89,6 +89,16 @@ async def metrics(state: ServerState, exchange: HttpExchange) -> None:
     await exchange.respond_text(body.decode(), CONTENT_TYPE)
 
 
+async def load(state: ServerState, exchange: HttpExchange) -> None:
+    """Answer with the number of open requests, as vLLM does."""
+    await exchange.respond({"server_load": open_requests(state)})
+
+
+def open_requests(state: ServerState) -> int:
+    """Return the number of requests with a body that are not answered completely."""
+    return state.num_open_requests
+
+
 async def server_info(state: ServerState, exchange: HttpExchange) -> None:
     """Answer with the version, settings, engine and its statistics, including their integrity check.
 
@@ -101,6 +111,7 @@ async def server_info(state: ServerState, exchange: HttpExchange) -> None:
     info: dict[str, Any] = {
         "version": jaxserve.__version__,
         "model": state.model_name,
+        "model_id": state.model_name,
         **_paths(state),
         "served_model_name": state.model_name,
         "weight_version": "default",
@@ -109,9 +120,10 @@ async def server_info(state: ServerState, exchange: HttpExchange) -> None:
         "tp_size": divided.tensor,
         "dp_size": divided.data * divided.replicas,
         "ep_size": divided.expert_parts,
+        "load_balance_method": "auto",
         "phase": state.phase,
         "unhealthy": state.unhealthy_reason,
-        "open_requests": state.num_open_requests,
+        "open_requests": open_requests(state),
         "server_config": config,
         "engine_config": state.engine_config,
         "engine": None,
