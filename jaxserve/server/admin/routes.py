@@ -110,7 +110,6 @@ async def server_info(state: ServerState, exchange: HttpExchange) -> None:
     divided = parallelism(state.engine_config)
     info: dict[str, Any] = {
         "version": jaxserve.__version__,
-        "model": state.model_name,
         "model_id": state.model_name,
         **_paths(state),
         "served_model_name": state.model_name,
