@@ -14,7 +14,7 @@ from urllib.parse import parse_qsl
 import msgspec
 
 import jaxserve
-from jaxserve.config.data_parallel import parallelism
+from jaxserve.config.data_parallel import parallelism, resolve_dp_mode
 from jaxserve.errors import InvalidRequestError
 from jaxserve.observability.acceptance import acceptance
 from jaxserve.server.errors import unknown_model
@@ -105,7 +105,7 @@ async def loads(state: ServerState, exchange: HttpExchange) -> None:
                 f"dp_rank must be an integer in [0, {len(found) - 1}], got {asked['dp_rank']!r}", param="dp_rank"
             )
         found = [ranks[asked["dp_rank"]]]
-    divided = parallelism(state.engine_config)
+    divided = parallelism(resolve_dp_mode(state.engine_config))
     await exchange.respond(
         Loads(
             timestamp=datetime.now(UTC).isoformat(),

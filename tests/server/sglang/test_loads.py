@@ -97,6 +97,12 @@ async def test_each_replica_is_a_load(
     ]
 
 
+@pytest.mark.parametrize(("mode", "devices"), [("auto", 3), ("replicas", 3), ("mesh", 6)])
+async def test_a_load_has_the_devices_of_its_process(server: ServerUnderTest, mode: str, devices: int) -> None:
+    server.state.engine_config = EngineConfig(dp_size=2, tp_size=3, dp_mode=mode)
+    assert (await ask(server, "/v1/loads"))["num_accelerators"] == devices
+
+
 async def test_a_query_chooses_ranks_and_sections(server: ServerUnderTest, readings: list[EngineStats]) -> None:
     readings[1] = msgspec.structs.replace(IDLE, num_drafts=10, draft_tokens=28, accepted_tokens=14)
     one = await ask(server, "/loads?model=tiny&dp_rank=1&include=core,spec,disagg,lora,memory")
