@@ -54,8 +54,15 @@ PARSERS = {
     "pull": pull,
     "serve": serve,
 }
-# Flags that are named and belong to other programs: XLA, the benchmark of a server beside another one, and the tuner.
-OTHER_FLAGS = {"--xla_force_host_platform_device_count", "--peer", "--kernel"}
+# Flags that are named and belong to other programs: XLA, the benchmark of another server, the tuner, and gateways.
+OTHER_FLAGS = {
+    *("--xla_force_host_platform_device_count", "--peer", "--kernel"),
+    *("--worker-urls", "--policy", "--dp-aware", "--pd-disaggregation", "--vllm-pd-disaggregation"),
+    *("--health-check-endpoint", "--health-check-interval-secs", "--health-check-timeout-secs"),
+    *("--health-failure-threshold", "--health-success-threshold"),
+    *("--cb-failure-threshold", "--cb-timeout-duration-secs", "--load-monitor-interval"),
+    *("--worker-startup-check-interval", "--worker-overload-waiting-requests", "--worker-overload-token-usage"),
+}
 
 
 @pytest.fixture(params=PAGES, ids=lambda page: page.stem)

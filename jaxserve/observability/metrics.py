@@ -8,14 +8,15 @@ server count in files that each of them adds up when it is asked, so that all an
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from jaxserve.api_types import EngineRequest, FinishReason
+from jaxserve.api_types import EngineRequest, FinishReason, ReplicaStats
 from jaxserve.errors import QUEUE_LIMITS
 from jaxserve.observability.engine_metrics import PREFIX, EngineCollector, Reading
 from jaxserve.observability.throughput import Throughput
@@ -54,9 +55,9 @@ FILES_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 class Metrics:
     """The metrics of one server.
 
-    `reading` returns the engine's latest statistics, or None while there is no engine; `cache_config` holds settings of
-    the KV cache for `cache_config_info`. `files` is the folder that $PROMETHEUS_MULTIPROC_DIR names, if this is one of
-    several API processes.
+    `reading` returns the engine's latest statistics, or None while there is no engine, and `replicas` those of each of
+    its processes; `cache_config` holds settings of the KV cache for `cache_config_info`. `files` is the folder that
+    $PROMETHEUS_MULTIPROC_DIR names, if this is one of several API processes.
     """
 
     def __init__(
@@ -64,12 +65,15 @@ class Metrics:
         model_name: str,
         reading: Callable[[], Reading | None],
         cache_config: Mapping[str, str] | None = None,
+        replicas: Callable[[], Sequence[ReplicaStats]] = tuple,
         files: str | None = None,
     ) -> None:
         self.registry = CollectorRegistry()
         own = CollectorRegistry()
         self._reading = reading
         self._throughput = Throughput()
+        self._replicas = replicas
+        self._replica_throughputs: defaultdict[int, Throughput] = defaultdict(Throughput)
         self.registry.register(EngineCollector(model_name, reading, self._throughput, cache_config or {}))
         self.registry.register(_WithSecondNames(own if files is None else MultiProcessCollector(None, files)))
 
@@ -140,11 +144,17 @@ class Metrics:
         """The tokens generated per second, over the last seconds."""
         return self._throughput.generation()
 
+    def replica_throughput(self, number: int) -> float:
+        """Return the tokens that a replica generated per second, over the last seconds."""
+        return self._replica_throughputs[number].generation()
+
     def tick(self) -> None:
         """Record a reading for the throughputs. Call it about once a second."""
-        reading = self._reading()
+        reading, now = self._reading(), time.perf_counter()
         if reading is not None:
-            self._throughput.record(time.perf_counter(), reading[1])
+            self._throughput.record(now, reading[1])
+        for number, replica in enumerate(self._replicas()):
+            self._replica_throughputs[number].record(now, replica.stats)
 
     def render(self) -> bytes:
         """Return all metrics in Prometheus's text format."""

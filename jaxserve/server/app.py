@@ -33,10 +33,12 @@ from jaxserve.server.openai.chat import chat_completions
 from jaxserve.server.openai.completions import completions
 from jaxserve.server.openai.models import get_model, list_models
 from jaxserve.server.openai.protocol import ChatRequest, CompletionRequest
+from jaxserve.server.openai.render import RenderedRequest, render_chat, render_completions
 from jaxserve.server.openai.responses import ChatResponse, CompletionResponse, ModelCard, ModelList
 from jaxserve.server.server_state import ServerState
 from jaxserve.server.sglang.generate import generate
 from jaxserve.server.sglang.generate_protocol import GenerateOutput, GenerateRequest
+from jaxserve.server.sglang.loads import Loads, get_load, loads
 from jaxserve.server.sglang.tokenize import (
     AbortRequest,
     AbortResponse,
@@ -121,6 +123,10 @@ _BODILESS: tuple[tuple[Operation, BodilessHandler], ...] = (
         Operation("GET", "/health_generate", "Whether the engine generates: one token, within 20 s"),
         admin_routes.health_generate,
     ),
+    (Operation("GET", "/load", "The number of open requests, vLLM's route"), admin_routes.load),
+    (Operation("GET", "/v1/loads", "The load of each engine process, SGLang's route", response=Loads), loads),
+    (Operation("GET", "/loads", "The same", response=Loads), loads),
+    (Operation("GET", "/get_load", "The load of each engine process under SGLang's older keys"), get_load),
     (Operation("GET", "/version", "The version of jaxserve"), admin_routes.version),
     (Operation("GET", "/server_info", "Settings, engine, statistics and their integrity"), admin_routes.server_info),
     (Operation("GET", "/get_server_info", "The same, under SGLang's older name"), admin_routes.server_info),
@@ -139,7 +145,7 @@ def _post[T: msgspec.Struct](
     summary: str,
     handle: JsonHandler[T],
     body: type[T],
-    response: type[msgspec.Struct],
+    response: type,
     *,
     streams: bool = False,
 ) -> tuple[Operation, JsonHandler[Any]]:
@@ -149,6 +155,14 @@ def _post[T: msgspec.Struct](
 _POSTS = (
     _post("/v1/completions", "Continue prompts", completions, CompletionRequest, CompletionResponse, streams=True),
     _post("/v1/chat/completions", "Answer a conversation", chat_completions, ChatRequest, ChatResponse, streams=True),
+    _post(
+        "/v1/completions/render",
+        "The ids of prompts, vLLM's route",
+        render_completions,
+        CompletionRequest,
+        list[RenderedRequest],
+    ),
+    _post("/v1/chat/completions/render", "The ids of a chat's prompt", render_chat, ChatRequest, RenderedRequest),
     _post(
         "/v1/messages",
         "Answer a conversation, Anthropic's route",

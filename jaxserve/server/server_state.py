@@ -27,6 +27,7 @@ from jaxserve.server.refusals import Refusals
 from jaxserve.server.siblings import AbortQuestion, ApiProcessInfo, DescribeQuestion, NoSiblings, Question, Siblings
 
 if TYPE_CHECKING:
+    from jaxserve.api_types import ReplicaStats
     from jaxserve.engine.client import Engine
     from jaxserve.observability.engine_metrics import Reading
     from jaxserve.text.answers.formats import AnswerFormats
@@ -134,7 +135,7 @@ class ServerState:
             "enable_prefix_caching": str(not engine_config.disable_radix_cache),
             "gpu_memory_utilization": str(engine_config.mem_fraction_static),
         }
-        self.metrics = Metrics(self.model_name, self._reading, cache_config, metrics_dir)
+        self.metrics = Metrics(self.model_name, self._reading, cache_config, self._replicas, metrics_dir)
         self.refusals = Refusals(
             self._reading,
             engine_config.max_num_queued_reqs,
@@ -254,3 +255,6 @@ class ServerState:
 
     def _reading(self) -> Reading | None:
         return None if self._loaded is None else (self._loaded.engine.info, self._loaded.engine.stats)
+
+    def _replicas(self) -> Sequence[ReplicaStats]:
+        return () if self._loaded is None else self._loaded.engine.replicas

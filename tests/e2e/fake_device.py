@@ -26,8 +26,8 @@ from jaxserve.server.server_state import LoadedModel
 from jaxserve.step_plan import Capacity, StepPlan
 from jaxserve.text.answers.formats import choose_formats
 from jaxserve.text.grammars.checking import GrammarChecker
-from tests.engine.fake_executor import VOCAB, FakeExecutor
-from tests.server.tiny import TEMPLATE, TinyTemplate, tiny_tokenizer
+from tests.engine.fake_executor import FakeExecutor
+from tests.server.tiny import TEMPLATE, VOCAB_SIZE, TinyTemplate, tiny_tokenizer
 
 # A device as fast as this still lets requests queue up behind it.
 _STEP_SECONDS = {"slow": 0.03}
@@ -76,7 +76,7 @@ def build_engine(config: EngineConfig) -> tuple[EngineLoop, EngineInfo]:
     )
     info = EngineInfo(
         max_model_len=max_model_len,
-        vocab_size=VOCAB,
+        vocab_size=VOCAB_SIZE,
         page_size=config.page_size,
         num_pages=capacity.num_pages,
         max_running_requests=num_slots,

@@ -51,7 +51,7 @@ class Operation:
     path: str
     summary: str
     body: type[msgspec.Struct] | None = None
-    response: type[msgspec.Struct] | None = None
+    response: type | None = None
     streams: bool = False
     content_type: str = "application/json"
 

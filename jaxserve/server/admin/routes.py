@@ -89,6 +89,11 @@ async def metrics(state: ServerState, exchange: HttpExchange) -> None:
     await exchange.respond_text(body.decode(), CONTENT_TYPE)
 
 
+async def load(state: ServerState, exchange: HttpExchange) -> None:
+    """Answer with the number of requests with a body that are not answered completely, as vLLM does."""
+    await exchange.respond({"server_load": sum(process.open_requests for process in await state.api_processes())})
+
+
 async def server_info(state: ServerState, exchange: HttpExchange) -> None:
     """Answer with the version, settings, engine and its statistics, including their integrity check.
 
@@ -101,7 +106,7 @@ async def server_info(state: ServerState, exchange: HttpExchange) -> None:
     processes = await state.api_processes()
     info: dict[str, Any] = {
         "version": jaxserve.__version__,
-        "model": state.model_name,
+        "model_id": state.model_name,
         **_paths(state),
         "served_model_name": state.model_name,
         "weight_version": "default",
@@ -110,6 +115,7 @@ async def server_info(state: ServerState, exchange: HttpExchange) -> None:
         "tp_size": divided.tensor,
         "dp_size": divided.data * divided.replicas,
         "ep_size": divided.expert_parts,
+        "load_balance_method": "auto",
         "phase": state.phase,
         "unhealthy": state.unhealthy_reason,
         "open_requests": sum(process.open_requests for process in processes),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from jaxserve.api_types import FinishReason
+from jaxserve.api_types import EngineRequest, FinishReason
 from jaxserve.server.generation.answers import AnswerPart, AnswerPlan
 from jaxserve.server.generation.conversation import Conversation, prepare_answer
 from jaxserve.server.generation.engine_requests import engine_requests
@@ -38,6 +38,17 @@ from jaxserve.text.output import OutputDelta
 async def chat_completions(state: ServerState, exchange: HttpExchange, request: ChatRequest) -> None:
     """Answer one request."""
     loaded = state.require_loaded()
+    requests, plan = await prepare(state, loaded, exchange, request)
+    response_id = request.response_id("chatcmpl", exchange.request_id)
+    shape = _ChatShape(state, loaded, request, plan, response_id, len(requests))
+    names = (response_id, *request.client_ids)
+    await respond(state, loaded, exchange, requests, shape, stream=bool(request.stream), ids=names, plan=plan)
+
+
+async def prepare(
+    state: ServerState, loaded: LoadedModel, exchange: HttpExchange, request: ChatRequest
+) -> tuple[list[EngineRequest], AnswerPlan]:
+    """Return what the engine is to compute, and how its answers are read. Raises `InvalidRequestError`."""
     request.check_supported()
     requested_limit, logprobs = request.max_output_tokens(), request.num_logprobs()
     tools = tool_use(request.tools, request.tool_choice, several=request.parallel_tool_calls is not False)
@@ -59,10 +70,9 @@ async def chat_completions(state: ServerState, exchange: HttpExchange, request: 
     answer = await prepare_answer(state, loaded, conversation)
     limit = max_output_tokens(len(answer.ids), requested_limit, None, loaded.engine.info, param="messages")
     sampling = request.sampling(max_tokens=limit, logprobs=logprobs)
-    response_id = request.response_id("chatcmpl", exchange.request_id)
     requests = engine_requests(
         loaded,
-        response_id,
+        request.response_id("chatcmpl", exchange.request_id),
         [answer.ids],
         [sampling],
         [answer.grammar],
@@ -70,9 +80,7 @@ async def chat_completions(state: ServerState, exchange: HttpExchange, request: 
         cache_salt=request.cache_salt,
         thinking=answer.thinking,
     )
-    shape = _ChatShape(state, loaded, request, answer.plan, response_id, len(requests))
-    names = (response_id, *request.client_ids)
-    await respond(state, loaded, exchange, requests, shape, stream=bool(request.stream), ids=names, plan=answer.plan)
+    return requests, answer.plan
 
 
 class _ChatShape(OpenAIShape):

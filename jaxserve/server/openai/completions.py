@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from jaxserve.api_types import SamplingParams, TokenLogprobs
+from jaxserve.api_types import EngineRequest, SamplingParams, TokenLogprobs
 from jaxserve.server.generation.answers import AnswerPart
 from jaxserve.server.generation.engine_requests import compile_grammar, engine_requests
 from jaxserve.server.generation.prompts import max_output_tokens, read_prompts, run_off_event_loop
@@ -27,6 +27,20 @@ DEFAULT_MAX_TOKENS = 16
 async def completions(state: ServerState, exchange: HttpExchange, request: CompletionRequest) -> None:
     """Answer one request."""
     loaded = state.require_loaded()
+    requests, echoed = await prepare(state, loaded, exchange, request)
+    response_id = request.response_id("cmpl", exchange.request_id)
+    shape = _CompletionShape(state, loaded, request, response_id, len(requests), echoed)
+    ids = (response_id, *request.client_ids)
+    await respond(state, loaded, exchange, requests, shape, stream=bool(request.stream), ids=ids)
+
+
+async def prepare(
+    state: ServerState, loaded: LoadedModel, exchange: HttpExchange, request: CompletionRequest
+) -> tuple[list[EngineRequest], list[tuple[str, list[int]]]]:
+    """Return what the engine is to compute, and for each prompt what `echo` puts before its outputs.
+
+    Raises `InvalidRequestError`.
+    """
     request.check_supported()
     texts, prompts = await read_prompts(
         state,
@@ -39,19 +53,16 @@ async def completions(state: ServerState, exchange: HttpExchange, request: Compl
     echoed = await _echo(state, loaded, request, texts, prompts)
     samplings = _samplings(loaded, request, prompts)
     grammars = [await compile_grammar(state, loaded, structured_outputs(request))] * len(prompts)
-    response_id = request.response_id("cmpl", exchange.request_id)
     requests = engine_requests(
         loaded,
-        response_id,
+        request.response_id("cmpl", exchange.request_id),
         prompts,
         samplings,
         grammars,
         priority=request.priority,
         cache_salt=request.cache_salt,
     )
-    shape = _CompletionShape(state, loaded, request, response_id, len(requests), echoed)
-    ids = (response_id, *request.client_ids)
-    await respond(state, loaded, exchange, requests, shape, stream=bool(request.stream), ids=ids)
+    return requests, echoed
 
 
 async def _echo(

@@ -107,6 +107,10 @@ class GenerateRequest(UnsupportedGenerateFields, kw_only=True, forbid_unknown_fi
     priority: Priority | None = None
     cache_salt: Text | None = None
 
+    def __post_init__(self) -> None:
+        if self.model == "unknown":  # the gateway smg writes it where the client names no model
+            self.model = None
+
     def check_supported(self) -> None:
         """Raise `InvalidRequestError` for a field whose value is not supported or does not fit the others."""
         refuse_unsupported_fields(self)

@@ -37,6 +37,22 @@ def test_requeued_requests_go_first_by_arrival() -> None:
     assert len(queue) == 3
 
 
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_the_tokens_of_waiting_requests_are_counted(policy: Policy) -> None:
+    queue = WaitingQueue(policy)
+    requests = [_request(i, prompt=10 + i) for i in range(3)]
+    for request in requests:
+        queue.add(request)
+    queue.remove(requests[1])
+    assert queue.num_tokens == 22
+    requests[1].num_fill_tokens = 19  # a retracted request computes its output again
+    queue.requeue(requests[1])
+    assert queue.num_tokens == 41
+    for request in requests:
+        queue.remove(request)
+    assert queue.num_tokens == 0
+
+
 def test_lpm_takes_the_longest_cached_prefix_first_and_ties_by_arrival() -> None:
     cached = {0: 0, 1: 32, 2: 16, 3: 32}
     queue = WaitingQueue("lpm", lambda request: cached[request.arrival])

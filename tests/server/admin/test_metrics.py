@@ -8,7 +8,7 @@ import re
 import msgspec
 import pytest
 
-from jaxserve.api_types import EngineInfo, EngineRequest, EngineStats, FinishReason, SamplingParams
+from jaxserve.api_types import EngineInfo, EngineRequest, EngineStats, FinishReason, ReplicaStats, SamplingParams
 from jaxserve.observability import metrics as module
 from jaxserve.observability.metrics import Metrics
 from tests.server.conftest import ServerUnderTest, over_asgi
@@ -320,6 +320,17 @@ def test_throughputs(clock: Clock):
     assert found["jaxserve:gen_throughput"] == 25.0
     assert found["jaxserve:avg_generation_throughput_toks_per_s"] == 25.0
     assert found["jaxserve:avg_prompt_throughput_toks_per_s"] == 50.0
+
+
+def test_each_replica_has_its_throughput(clock: Clock):
+    replicas = [ReplicaStats(1, EngineStats()), ReplicaStats(2, EngineStats())]
+    metrics = Metrics("tiny", lambda: None, replicas=lambda: replicas)
+    assert metrics.replica_throughput(0) == 0.0
+    metrics.tick()
+    clock.now += 2.0
+    replicas[1] = ReplicaStats(2, EngineStats(generation_tokens=30))
+    metrics.tick()
+    assert [metrics.replica_throughput(number) for number in (0, 1)] == [0.0, 15.0]
 
 
 def test_two_servers_in_a_process_have_separate_metrics():

@@ -119,6 +119,9 @@ CONDITIONAL_FIELDS = {
     "/generate": {"text", "input_ids", "sampling_params", "rid", *FORMS},
     "/tokenize": {"messages", "prompt", "tools", "tool_choice"},
 }  # fmt: skip
+for _path in ("/v1/completions", "/v1/chat/completions"):
+    BODIES[f"{_path}/render"] = BODIES[_path]
+    CONDITIONAL_FIELDS[f"{_path}/render"] = CONDITIONAL_FIELDS[_path]
 
 
 def boundary_values(schema: dict[str, Any]) -> tuple[list[Any], list[Any]]:

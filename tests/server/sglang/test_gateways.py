@@ -38,6 +38,8 @@ GENERATE = {
     **dict.fromkeys(("return_text_in_logprobs", "stream", "return_hidden_states", "return_routed_experts"), False),
     **dict.fromkeys(("background", "no_logs", "return_bytes", "return_entropy"), False),
 }
+# smg names no model so.
+UNNAMED = {"text": "a", "model": "unknown"}
 # A request of SGLang's own tests.
 PLAIN = {
     "text": "a",
@@ -55,6 +57,7 @@ PLAIN = {
         ("/v1/completions", COMPLETION),
         ("/generate", GENERATE),
         ("/generate", PLAIN),
+        ("/generate", UNNAMED),
         ("/v1/completions", {"prompt": "a", "n": 2, "best_of": 2}),
         ("/v1/completions", {"prompt": "a", "best_of": 1, "n": 2}),
     ],
@@ -254,6 +257,8 @@ async def test_workers_report_their_properties():
         for path in ("/get_server_info", "/server_info"):
             info = (await server.http.get(path, headers=headers)).json()
             assert (info["tp_size"], info["dp_size"], info["served_model_name"]) == (1, 1, "tiny")
+            assert (info["model_id"], info["load_balance_method"]) == ("tiny", "auto")
+            assert "model" not in info  # sglang-router reads it as a second `model_id`, and then nothing
             assert info["max_total_tokens"] == 1024
             assert info["internal_states"] == [{"last_gen_throughput": 0.0}]
 
