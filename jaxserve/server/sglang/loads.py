@@ -39,9 +39,10 @@ class SpeculationFigures(msgspec.Struct):
 
 
 class Load(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """The load of one engine process. Token counts are of the KV cache; `num_total_tokens` adds those of waiting
-    requests. `utilization` is the larger share of its slots and of its KV cache in use, `cache_hit_rate` the share of
-    prompt tokens found in the prefix cache since the start. There are no sections memory, lora and disagg."""
+    """The load of one engine process. Token counts are of the KV cache; `num_total_tokens` adds those of prompts that
+    no step computes yet. `utilization` is the larger share of its slots and of its KV cache in use, `cache_hit_rate`
+    the share of prompt tokens found in the prefix cache since the start. There are no sections memory, lora and disagg.
+    """
 
     dp_rank: int
     num_running_reqs: int
