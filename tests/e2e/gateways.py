@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -48,15 +46,14 @@ class Worker:
         """Starts it; `wait_until_ready` tells when it answers."""
         command = [sys.executable, "-m", "tests.e2e.fake_device", "serve", "--model", "slow", "--port", str(self.port),
                    "--served-model-name", "fake", "--page-size", "4", "--api-key", KEY]  # fmt: skip
-        self._process = subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True)
+        self._process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
 
     def wait_until_ready(self) -> None:
         until(lambda: httpx.get(f"{self.url}/ready").status_code == 200)
 
     def kill(self) -> None:
-        """Ends the server and its engine at once."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        """Ends the server at once, and with it its engine."""
+        self._process.kill()
         self._process.wait()
 
     def num_running(self) -> int:
