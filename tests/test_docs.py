@@ -58,6 +58,7 @@ PARSERS = {
 OTHER_FLAGS = {
     *("--xla_force_host_platform_device_count", "--peer", "--kernel"),
     *("--worker-urls", "--policy", "--dp-aware", "--pd-disaggregation", "--vllm-pd-disaggregation"),
+    *("--kv-event-block-size", "--kv-event-model", "--kv-event-source"),
     *("--health-check-endpoint", "--health-check-interval-secs", "--health-check-timeout-secs"),
     *("--health-failure-threshold", "--health-success-threshold"),
     *("--cb-failure-threshold", "--cb-timeout-duration-secs", "--load-monitor-interval"),

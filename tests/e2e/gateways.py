@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import socket
 import subprocess
@@ -40,12 +41,15 @@ class Worker:
     def __init__(self) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
+        self.events = f"tcp://127.0.0.1:{free_port()}"
         self.start()
 
     def start(self) -> None:
         """Starts it; `wait_until_ready` tells when it answers."""
+        events = json.dumps({"publisher": "zmq", "endpoint": self.events, "bind": True})
         command = [sys.executable, "-m", "tests.e2e.fake_device", "serve", "--model", "slow", "--port", str(self.port),
-                   "--served-model-name", "fake", "--page-size", "4", "--api-key", KEY]  # fmt: skip
+                   "--served-model-name", "fake", "--page-size", "4", "--api-key", KEY,
+                   "--kv-events-config", events]  # fmt: skip
         self._process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
 
     def wait_until_ready(self) -> None:
@@ -75,6 +79,10 @@ def gateway(name: str, workers: list[Worker], policy: str) -> Iterator[str]:
     command = [sys.executable, "-m", *GATEWAYS[name], "--host", "127.0.0.1", "--port", str(port), "--policy", policy,
                "--prometheus-port", str(free_port()), "--api-key", KEY, *_HEALTH,
                "--worker-urls", *(worker.url for worker in workers)]  # fmt: skip
+    if policy == "kv_aware":
+        command += ["--kv-event-block-size", "4", "--kv-event-model", "fake"]
+        for worker in workers:
+            command += ["--kv-event-source", f"{worker.url}={worker.events}"]
     url = f"http://127.0.0.1:{port}"
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ import anthropic
 import httpx
 import openai
 import pytest
+import zmq
 
 from tests.e2e.gateways import GATEWAYS, HEADERS, KEY, Worker, gateway, reach, until
 from tests.selection import grid
@@ -158,6 +160,28 @@ def test_policies(gateway_name: str, policy: str, workers: list[Worker]) -> None
             path = "/v1/chat/completions/render"
             assert sum(worker.answered(path) for worker in workers) > 0
             assert sum(worker.answered(path, "4xx") for worker in workers) == 0
+
+
+def test_events_say_where_a_prefix_is(workers: list[Worker]) -> None:
+    for worker in workers:
+        worker.wait_until_ready()
+    with (
+        gateway(installed("vllm_router"), workers, "kv_aware") as url,
+        zmq.Context() as context,
+        context.socket(zmq.SUB) as heard,
+    ):
+        heard.subscribe("")
+        for worker in workers:
+            heard.connect(worker.events)
+            while not heard.poll(100):
+                post(worker.url, "/v1/completions", {"prompt": str(time.monotonic())})
+        for number in range(6):
+            body = {"prompt": f"{number} is the number of this prompt", "max_tokens": 1}
+            assert post(workers[number % 2].url, "/v1/completions", body).status_code == 200
+            while heard.poll(100):  # until this test has heard of all pages, and with it the gateway
+                heard.recv_multipart()
+            usage = post(url, "/v1/completions", body).json()["usage"]
+            assert usage["prompt_tokens_details"]["cached_tokens"] == 28
 
 
 def _loads(url: str) -> list[int]:

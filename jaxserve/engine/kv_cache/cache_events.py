@@ -192,4 +192,4 @@ def _seed(namespace: Hashable) -> bytes:
 
 
 def _as_hash(digest: bytes) -> int:
-    return int.from_bytes(digest[:8], "big", signed=True)
+    return int.from_bytes(digest[:8], "big")
