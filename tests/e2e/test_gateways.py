@@ -107,26 +107,29 @@ async def test_a_killed_server_costs_its_streams_and_comes_back(url: str, worker
     victim = workers[1]
     body = {"model": "fake", "prompt": "abc", "max_tokens": 20}
     async with httpx.AsyncClient(base_url=url, headers=HEADERS, timeout=60) as http:
-        begun = [asyncio.Event() for _ in range(4)]
+        streams = []
+        for _ in range(4):  # one after the other, so that each server gets some
+            begun = asyncio.Event()
+            streams.append(asyncio.ensure_future(_stream_ends_well(http, begun)))
+            await begun.wait()
         whole = [asyncio.ensure_future(http.post("/v1/completions", json=body)) for _ in range(8)]
-        streams = [asyncio.ensure_future(_stream_ends_well(http, event)) for event in begun]
-        for event in begun:
-            await event.wait()
-        assert await asyncio.to_thread(victim.num_running) > 2
+        await asyncio.to_thread(until, lambda: victim.num_running() > 2)
         victim.kill()
-        answers = await asyncio.gather(*whole)
-        ends = await asyncio.gather(*streams)
+        try:
+            answers = await asyncio.gather(*whole)
+            ends = await asyncio.gather(*streams)
+        finally:
+            victim.start()
+            await asyncio.to_thread(victim.wait_until_ready)
     assert [answer.status_code for answer in answers] == [200] * 8
     assert {answer.json()["usage"]["completion_tokens"] for answer in answers} == {20}
     assert set(ends) == {True, False}
-    victim.start()
-    await asyncio.to_thread(victim.wait_until_ready)
     await asyncio.to_thread(reach, url, [victim])
 
 
 async def _stream_ends_well(http: httpx.AsyncClient, begun: asyncio.Event) -> bool:
     """Whether a stream has all its tokens; else it ends with an error."""
-    body = {"model": "fake", "prompt": "abc", "max_tokens": 40, "stream": True, "return_token_ids": True}
+    body = {"model": "fake", "prompt": "abc", "max_tokens": 100, "stream": True, "return_token_ids": True}
     events: list[dict[str, Any]] = []
     try:
         async with http.stream("POST", "/v1/completions", json=body) as answer:
@@ -136,9 +139,11 @@ async def _stream_ends_well(http: httpx.AsyncClient, begun: asyncio.Event) -> bo
                     begun.set()
     except httpx.RemoteProtocolError:
         return False
+    finally:
+        begun.set()
     if "error" in events[-1]:
         return False
-    assert sum(len(event["choices"][0]["token_ids"]) for event in events) == 40
+    assert sum(len(event["choices"][0]["token_ids"]) for event in events) == 100
     return True
 
 

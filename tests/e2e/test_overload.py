@@ -59,9 +59,9 @@ def test_a_flush_under_load() -> None:
 
 
 def test_a_refused_client_waits_as_told_and_those_inside_lose_nothing() -> None:
-    limits = ["--max-running-requests", "2", "--max-num-queued-reqs", "4"]
+    limits = ["--max-running-requests", "2", "--max-num-queued-reqs", "4", "--context-length", "2048"]
     with serving(*limits) as url, ThreadPoolExecutor(4) as pool, httpx.Client(base_url=url, timeout=120) as http:
-        body = {"prompt": [1, 2, 3], "max_tokens": 900, "ignore_eos": True}
+        body = {"prompt": [1, 2, 3], "max_tokens": 1600, "ignore_eos": True}
         inside = [pool.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=120) for _ in range(4)]
         until(url, "jaxserve:num_requests_waiting", 2)
         for stream in (False, True):
@@ -76,4 +76,4 @@ def test_a_refused_client_waits_as_told_and_those_inside_lose_nothing() -> None:
         counted = re.search(r'rejections_total\{.*reason="max_num_queued_reqs"\} (\S+)', http.get("/metrics").text)
         assert counted is not None
         assert float(counted[1]) >= 4, "the client came while all were inside"
-        assert [future.result().json()["usage"]["completion_tokens"] for future in inside] == [900] * 4
+        assert [future.result().json()["usage"]["completion_tokens"] for future in inside] == [1600] * 4
