@@ -56,7 +56,7 @@ PARSERS = {
 }
 # Flags that are named and belong to other programs: XLA, the benchmark of another server, the tuner, and gateways.
 OTHER_FLAGS = {
-    *("--xla_force_host_platform_device_count", "--peer", "--kernel"),
+    *("--xla_force_host_platform_device_count", "--peer", "--kernel", "--api-processes"),
     *("--worker-urls", "--policy", "--dp-aware", "--pd-disaggregation", "--vllm-pd-disaggregation"),
     *("--kv-event-block-size", "--kv-event-model", "--kv-event-source"),
     *("--health-check-endpoint", "--health-check-interval-secs", "--health-check-timeout-secs"),
