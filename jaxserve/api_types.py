@@ -374,8 +374,8 @@ class ProfileInfo(msgspec.Struct, frozen=True, array_like=True):
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """The metrics of an engine, sent with the events of a step and on request. Counters never decrease.
 
-    - Of the `num_waiting` requests, `num_deferred` wait for a prefix that another request computes. No step computes
-      `num_queued_tokens` tokens of prompts yet. `num_finished` requests have ended, aborted ones included.
+    - Of the `num_waiting` requests, `num_deferred` wait for a prefix that another request computes. `num_queued_tokens`
+      prompt tokens are in no step yet. `num_finished` requests have ended, aborted ones included.
     - A page is free, evictable (cached but unused) or in use; `token_usage` is the share in use, the largest of all KV
       groups. `num_pages` and the like count pages of the first group, which keeps whole sequences; of the
       `num_window_pages` of each group with a window, `num_free_window_pages` are free or evictable.

@@ -58,12 +58,11 @@ class HttpServer(uvicorn.Server):
     must answer new requests with 503."""
 
     def __init__(self, state: ServerState) -> None:
-        self._limits = state.config
-        connection = functools.partial(HttpConnection, state.config)
+        self._connection = functools.partial(HttpConnection, state.config)
         super().__init__(
             uvicorn.Config(
                 make_app(state),
-                http=cast(type[asyncio.Protocol], connection),
+                http=cast(type[asyncio.Protocol], self._connection),
                 lifespan="off",
                 ws="none",
                 log_config=None,
@@ -85,11 +84,9 @@ class HttpServer(uvicorn.Server):
     def adopt(self, connection: socket.socket) -> None:
         """Serve a connection that another process has accepted."""
 
-        def protocol() -> asyncio.Protocol:
-            return HttpConnection(
-                self._limits, config=self.config, server_state=self.server_state, app_state=self.lifespan.state
-            )
-
+        protocol = functools.partial(
+            self._connection, config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
         loop = asyncio.get_running_loop()
         task = loop.create_task(loop.connect_accepted_socket(protocol, connection))
         self._adopting.add(task)

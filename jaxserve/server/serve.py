@@ -38,35 +38,19 @@ def serve(
     listener = _bind(server_config)
     # Each text is tokenized by the thread that asks for it: in a shared pool, short texts would wait for long ones.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    with asyncio.Runner(loop_factory=host.new_event_loop) as runner:
+
+    async def run() -> int:
         if server_config.api_server_count > 1:
-            return runner.run(_supervise(engine_config, server_config, listener, load, engine_module))
-        return runner.run(_serve_alone(engine_config, server_config, listener, load, engine_module))
+            from jaxserve.server.api_processes.supervisor import Supervisor
 
+            return await Supervisor(engine_config, server_config, listener, _name_of(load), engine_module).run()
+        state = ServerState(server_config, engine_config)
+        process = _OnlyProcess(state, listener, engine_module)
+        logger.info("Listening on %s, loading %s", url_of(listener), engine_config.model)
+        return await Lifecycle(state, process, load, [listener]).run()
 
-async def _supervise(
-    engine_config: EngineConfig,
-    server_config: ServerConfig,
-    listener: socket.socket,
-    load: ModelLoader,
-    engine_module: str,
-) -> int:
-    from jaxserve.server.api_processes.supervisor import Supervisor
-
-    return await Supervisor(engine_config, server_config, listener, _name_of(load), engine_module).run()
-
-
-async def _serve_alone(
-    engine_config: EngineConfig,
-    server_config: ServerConfig,
-    listener: socket.socket,
-    load: ModelLoader,
-    engine_module: str,
-) -> int:
-    state = ServerState(server_config, engine_config)
-    process = _OnlyProcess(state, listener, engine_module)
-    logger.info("Listening on %s, loading %s", url_of(listener), engine_config.model)
-    return await Lifecycle(state, process, load, [listener]).run()
+    with asyncio.Runner(loop_factory=host.new_event_loop) as runner:
+        return runner.run(run())
 
 
 class _OnlyProcess:

@@ -1,5 +1,4 @@
-"""More work than a server can do at once, over a fake device: who comes first, who is refused, and a flush in the
-middle of it."""
+"""More requests than a server can run at once, over a fake device: priorities, a flush under load, and refusals."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from jaxserve.engine.client.async_client import EngineClient
 from jaxserve.engine.client.engine import Engine, attach_engine, launch_engine, launch_follower
 from jaxserve.engine.client.engine_processes import EngineProcesses
 from jaxserve.engine.client.in_process import InProcessEngine, check_not_forked, is_forked
-from jaxserve.engine.client.placements import NewsLine, NewsListener
+from jaxserve.engine.client.placements import PlacementBroadcast, PlacementListener
 from jaxserve.engine.client.shared_engine import SharedEngine
 from jaxserve.engine.process.launch_protocol import EngineEndpoint
 
@@ -14,8 +14,8 @@ __all__ = [
     "EngineEndpoint",
     "EngineProcesses",
     "InProcessEngine",
-    "NewsLine",
-    "NewsListener",
+    "PlacementBroadcast",
+    "PlacementListener",
     "SharedEngine",
     "attach_engine",
     "check_not_forked",

@@ -54,7 +54,7 @@ _IDLE_CALL_LIMIT, _IDLE_HEALTH_LIMIT = 10.0, 30.0
 
 
 class EngineClient:
-    """A client of the engine process at `endpoint`: number `client` of those that the engine knows, on one event loop.
+    """Client number `client` of the engine process at `endpoint`, on one event loop.
 
     `stats` is the last reading received. `on_death` resolves with the reason when the engine ends unexpectedly.
     `shutdown` closes the client, and ends `processes`, if they are given, which are the engine's. `clock` returns

@@ -16,7 +16,7 @@ from jaxserve.config.data_parallel import resolve_dp_mode
 from jaxserve.config.schema import EngineConfig
 from jaxserve.engine.client.async_client import EngineClient
 from jaxserve.engine.client.engine_processes import WORKER_MODULE, EngineProcesses, run_to_completion
-from jaxserve.engine.client.placements import NewsLine
+from jaxserve.engine.client.placements import PlacementBroadcast
 from jaxserve.engine.client.replicas import Replicas
 from jaxserve.engine.client.stream import RequestStream
 from jaxserve.engine.process.launch_protocol import EngineEndpoint
@@ -84,11 +84,11 @@ async def attach_engine(
     *,
     client: int = 0,
     processes: EngineProcesses | None = None,
-    line: NewsLine | None = None,
+    broadcast: PlacementBroadcast | None = None,
 ) -> Engine:
     """Return the client number `client` of a running engine, or of all its replicas; see `Replicas.attach`."""
     if len(endpoints) > 1:
-        return await Replicas.attach(endpoints, config, client=client, processes=processes, line=line)
+        return await Replicas.attach(endpoints, config, client=client, processes=processes, broadcast=broadcast)
     return EngineClient(endpoints[0], config, client=client, processes=processes)
 
 

@@ -1,7 +1,7 @@
 """What the API processes of a server tell each other about replicas: which request each placed where, and its end.
 
-Each has a router of its own; with this news all of them know the load and the cached prefixes that all of them cause.
-News may be late or lost, which costs speed, never correctness.
+Each has a router of its own; with these updates every router knows the load and the cached prefixes that all of them
+cause. An update may be late or lost, which costs speed, never correctness.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Began(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Ended(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A placed request has ended, with so many pages of output."""
+    """A placed request has ended; its replica has cached `num_output_pages` pages of its output."""
 
     request_id: str
     num_output_pages: int = 0
@@ -37,14 +37,14 @@ class CachesCleared(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The prefix caches of all replicas were flushed."""
 
 
-News = Placed | Began | Ended | CachesCleared
+PlacementUpdate = Placed | Began | Ended | CachesCleared
 
 
-class NewsListener(Protocol):
-    """Takes the news of other API processes."""
+class PlacementListener(Protocol):
+    """Applies the updates of other API processes."""
 
-    def hear(self, news: bytes, origin: int) -> None:
-        """Take news of the API process `origin`, in msgpack."""
+    def apply_update(self, update: bytes, origin: int) -> None:
+        """Apply an update of the API process `origin`, in msgpack."""
         ...
 
     def forget(self, origin: int) -> None:
@@ -52,11 +52,11 @@ class NewsListener(Protocol):
         ...
 
 
-class NewsLine(Protocol):
-    """Connects the API processes of a server."""
+class PlacementBroadcast(Protocol):
+    """Sends updates to the other API processes of a server. `listener` applies theirs."""
 
-    listener: NewsListener | None
+    listener: PlacementListener | None
 
-    def tell(self, news: bytes) -> None:
-        """Send news to all others."""
+    def send_update(self, update: bytes) -> None:
+        """Send an update to all others."""
         ...

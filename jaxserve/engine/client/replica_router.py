@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from jaxserve.api_types import EngineRequest, TokenEvent
-from jaxserve.engine.client.placements import Began, CachesCleared, Ended, News, Placed
+from jaxserve.engine.client.placements import Began, CachesCleared, Ended, Placed, PlacementUpdate
 from jaxserve.engine.client.prefix_index import PrefixIndex, page_names
 from jaxserve.engine.scheduling.rank_router import CACHED_WEIGHT, CROWDED_SHARE, SEQUENCE_TOKENS
 
@@ -37,7 +37,7 @@ class _PlacedRequest:
 class ReplicaRouter:
     """A router over equal replicas: each runs up to `num_slots` requests at once and caches up to `num_pages` pages.
 
-    `tell` is called with what other API processes must know.
+    `send_update` is called with what other API processes must know.
     """
 
     def __init__(
@@ -47,12 +47,12 @@ class ReplicaRouter:
         num_slots: int,
         num_pages: int,
         page_size: int,
-        tell: Callable[[News], None] | None = None,
+        send_update: Callable[[PlacementUpdate], None] | None = None,
     ) -> None:
         self._loads = [_ReplicaLoad(num_slots, PrefixIndex(num_pages)) for _ in range(num_replicas)]
         self._page_size = page_size
         self._open: dict[str, _PlacedRequest] = {}
-        self._tell = tell
+        self._send_update = send_update
 
     @property
     def num_open(self) -> int:
@@ -79,8 +79,8 @@ class ReplicaRouter:
         best = self._best(cached)
         placed = Placed(request.request_id, best, length - cached[best], names)
         self._add(placed)
-        if self._tell is not None:
-            self._tell(placed)
+        if self._send_update is not None:
+            self._send_update(placed)
         return best
 
     def _add(self, placed: Placed, origin: int | None = None) -> None:
@@ -108,29 +108,29 @@ class ReplicaRouter:
     def observe(self, event: TokenEvent) -> None:
         """Process the first or the last event of a placed request."""
         if event.finish_reason is None:
-            self._apply(Began(event.request_id))
+            self._publish(Began(event.request_id))
         else:
             num_tokens = event.usage.completion_tokens if event.usage is not None else 0
-            self._apply(Ended(event.request_id, num_tokens // self._page_size))
+            self._publish(Ended(event.request_id, num_tokens // self._page_size))
 
     def remove(self, request_id: str) -> None:
         """Stop counting a request that was placed but not sent."""
-        self._apply(Ended(request_id))
+        self._publish(Ended(request_id))
 
     def clear_caches(self) -> None:
         """Forget all cached prefixes, because the replicas' caches were flushed."""
-        self._apply(CachesCleared())
+        self._publish(CachesCleared())
 
-    def _apply(self, news: News) -> None:
-        self.hear(news)
-        if self._tell is not None:
-            self._tell(news)
+    def _publish(self, update: PlacementUpdate) -> None:
+        self.apply(update)
+        if self._send_update is not None:
+            self._send_update(update)
 
-    def hear(self, news: News, origin: int | None = None) -> None:
-        """Take news, of this API process or of the other one `origin`."""
-        match news:
+    def apply(self, update: PlacementUpdate, origin: int | None = None) -> None:
+        """Apply an update, of this API process or of the other one `origin`."""
+        match update:
             case Placed():
-                self._add(news, origin)
+                self._add(update, origin)
             case Began(request_id):
                 if (placed := self._open.get(request_id)) is not None:
                     self._loads[placed.replica].pending_tokens -= placed.pending_tokens
@@ -148,4 +148,4 @@ class ReplicaRouter:
     def forget(self, origin: int) -> None:
         """Stop counting the requests of another API process, which has ended."""
         for request_id in [name for name, placed in self._open.items() if placed.origin == origin]:
-            self.hear(Ended(request_id))
+            self.apply(Ended(request_id))

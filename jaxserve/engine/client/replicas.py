@@ -20,7 +20,7 @@ from jaxserve.config.schema import EngineConfig
 from jaxserve.engine.client.aggregate import merge_info, merge_stats, replica_name
 from jaxserve.engine.client.async_client import EngineClient
 from jaxserve.engine.client.engine_processes import EngineProcesses
-from jaxserve.engine.client.placements import News, NewsLine
+from jaxserve.engine.client.placements import PlacementBroadcast, PlacementUpdate
 from jaxserve.engine.client.replica_router import ReplicaRouter
 from jaxserve.engine.client.stream import RequestStream
 from jaxserve.engine.process.launch_protocol import EngineEndpoint
@@ -29,7 +29,7 @@ from jaxserve.errors import EngineDeadError, InvalidRequestError, JaxserveError
 
 # A replica that is ready answers at once, but a machine may be slow.
 _FIRST_READING_TIMEOUT = 60.0
-_NEWS = msgspec.msgpack.Decoder(News)
+_UPDATES = msgspec.msgpack.Decoder(PlacementUpdate)
 
 
 class Replicas:
@@ -43,29 +43,29 @@ class Replicas:
         engines: Sequence[EngineClient],
         config: EngineConfig,
         processes: EngineProcesses | None = None,
-        line: NewsLine | None = None,
+        broadcast: PlacementBroadcast | None = None,
     ) -> None:
         info, stats = engines[0].info, engines[0].stats
         self._engines = tuple(engines)
         self._processes = processes
-        self._line = line
+        self._broadcast = broadcast
         self._router = ReplicaRouter(
             len(engines),
             num_slots=info.max_running_requests,
             num_pages=0 if config.disable_radix_cache else info.num_pages + stats.num_host_pages,
             page_size=info.page_size,
-            tell=None if line is None else self._tell,
+            send_update=None if broadcast is None else self._send_update,
         )
         self._gate = QueueGate(QueueLimits.of(config))
         # Another API process must not draw the same seeds.
-        self._random = random.Random(config.random_seed if line is None else None)
+        self._random = random.Random(config.random_seed if broadcast is None else None)
         self._dead: str | None = None
         self.info = merge_info([engine.info for engine in engines])
         self.on_death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         if processes is not None:
             processes.on_death.add_done_callback(lambda death: self.end(death.result()))
-        if line is not None:
-            line.listener = self
+        if broadcast is not None:
+            broadcast.listener = self
 
     @classmethod
     async def attach(
@@ -75,10 +75,10 @@ class Replicas:
         *,
         client: int = 0,
         processes: EngineProcesses | None = None,
-        line: NewsLine | None = None,
+        broadcast: PlacementBroadcast | None = None,
     ) -> Replicas:
         """Make a client of running engines and wait for their first readings. The arguments are `EngineClient`'s;
-        `line` leads to the other API processes. Raise the errors of `refresh_stats`."""
+        `broadcast` leads to the other API processes. Raise the errors of `refresh_stats`."""
         engines = [EngineClient(endpoint, config, client=client) for endpoint in endpoints]
         try:
             await asyncio.gather(*(engine.refresh_stats(_FIRST_READING_TIMEOUT) for engine in engines))
@@ -86,7 +86,7 @@ class Replicas:
             for engine in engines:
                 await engine.shutdown()
             raise
-        return cls(engines, config, processes, line)
+        return cls(engines, config, processes, broadcast)
 
     @property
     def stats(self) -> EngineStats:
@@ -221,17 +221,17 @@ class Replicas:
                 engine.end(reason)
             self.on_death.set_result(reason)
 
-    def hear(self, news: bytes, origin: int) -> None:
-        """Take news of another API process."""
-        self._router.hear(_NEWS.decode(news), origin)
+    def apply_update(self, update: bytes, origin: int) -> None:
+        """Apply an update of another API process to the router."""
+        self._router.apply(_UPDATES.decode(update), origin)
 
     def forget(self, origin: int) -> None:
         """Forget the requests of another API process, which has ended."""
         self._router.forget(origin)
 
-    def _tell(self, news: News) -> None:
-        assert self._line is not None
-        self._line.tell(msgspec.msgpack.encode(news))
+    def _send_update(self, update: PlacementUpdate) -> None:
+        assert self._broadcast is not None
+        self._broadcast.send_update(msgspec.msgpack.encode(update))
 
     async def _on_each(
         self, ask: Callable[[int, EngineClient], Awaitable[ProfileInfo]]

@@ -140,7 +140,7 @@ class CachePublisher:
                 self._sent.append(frames)
 
     def _reply(self) -> None:
-        """Answer a request for the batches from a number on with those that are kept, and the end."""
+        """Send the kept batches from the requested number on, then the end marker."""
         assert self._replies is not None
         client, *request = self._replies.recv_multipart()
         if len(request) != 2 or len(request[1]) != _NUMBER_BYTES:

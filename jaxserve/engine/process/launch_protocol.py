@@ -26,7 +26,7 @@ STOP_MESSAGE = b"end"
 
 class ReplicaResources(msgspec.Struct, frozen=True):
     """The part of the machine that an engine process gets. `name` stands in its log lines; `environment` is added to
-    its parent's, and assigns devices or threads; `index` is that of the replica."""
+    its parent's, and assigns devices or threads; `index` is the number of the replica."""
 
     name: str = ""
     environment: dict[str, str] = {}

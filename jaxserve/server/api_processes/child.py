@@ -17,14 +17,14 @@ _MODULE = "jaxserve.server.api_processes.worker"
 
 
 class ApiProcess:
-    """A running API process. `ended` resolves with its exit code, or minus the signal that ended it. `heard_at` is when
-    it last said that it answers HTTP, on the loop's clock; 0 before."""
+    """A running API process. `ended` resolves with its exit code, or minus the signal that ended it. `last_seen` is
+    when it last reported that it answers HTTP, on the loop's clock; 0 before."""
 
     def __init__(self, index: int, process: subprocess.Popen[bytes], control: Channel[ToChild, ToParent],
                  connections: socket.socket) -> None:  # fmt: skip
         self.index = index
         self.pid = process.pid
-        self.heard_at = 0.0
+        self.last_seen = 0.0
         self.is_ready = self.is_drained = False
         self.ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._process = process
@@ -63,8 +63,8 @@ class ApiProcess:
         while (message := await self._control.receive()) is not None:
             yield message
 
-    def take(self, connection: socket.socket) -> bool:
-        """Give the process a connection. Return False if it takes none now."""
+    def send_connection(self, connection: socket.socket) -> bool:
+        """Send a connection to the process. Return False if it can't be sent now."""
         try:
             socket.send_fds(self._connections, [b"connection"], [connection.fileno()])
         except OSError:  # it has too many that it has not looked at, or has ended

@@ -63,11 +63,11 @@ class Answers(msgspec.Struct, frozen=True, array_like=True, tag=True):
     answers: list[Any]
 
 
-class Told(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """News of the API process `origin` about replicas."""
+class ReceivedUpdate(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A placement update of the API process `origin`."""
 
     origin: int
-    news: bytes
+    update: bytes
 
 
 class SiblingEnded(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -118,14 +118,16 @@ class Answered(msgspec.Struct, frozen=True, array_like=True, tag=True):
     answer: Any
 
 
-class Tell(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """News about replicas for all other API processes."""
+class SentUpdate(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A placement update for all other API processes."""
 
-    news: bytes
+    update: bytes
 
 
-ToChild = Start | ModelFetched | EngineStarted | EngineEnded | Drain | Stop | Asked | Answers | Told | SiblingEnded
-ToParent = ModelFetched | EngineWanted | Listening | Ready | StartFailed | Drained | Ask | Answered | Tell
+ToChild = (
+    Start | ModelFetched | EngineStarted | EngineEnded | Drain | Stop | Asked | Answers | ReceivedUpdate | SiblingEnded
+)
+ToParent = ModelFetched | EngineWanted | Listening | Ready | StartFailed | Drained | Ask | Answered | SentUpdate
 
 
 class Channel[Sent, Received]:

@@ -1,8 +1,8 @@
-"""The first process of a server with several API processes: it accepts connections and deals them out in turn.
+"""The first process of a server with several API processes: it accepts connections and hands them over round robin.
 
 It owns the port, the API processes and the engine processes, and the order of their start and end. An API process that
-ends is replaced: the engine aborts its requests, and all others go on. It carries questions and news between the API
-processes, and speaks no HTTP.
+ends is replaced: the engine aborts its requests, and all others go on. It relays questions and placement updates
+between the API processes, and speaks no HTTP.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from jaxserve.server.api_processes.messages import (
     Listening,
     ModelFetched,
     Ready,
+    ReceivedUpdate,
+    SentUpdate,
     SiblingEnded,
     Start,
     StartFailed,
     Stop,
-    Tell,
     ToChild,
-    Told,
     ToParent,
 )
 from jaxserve.server.lifecycle import FLUSH_SECONDS, log_ready, url_of
@@ -59,8 +59,10 @@ _ANSWER_SECONDS = 2.0
 _END_SECONDS = FLUSH_SECONDS + 5.0
 # An API process that says nothing for so long is stuck, and gets no connections meanwhile.
 _SILENT_SECONDS = 5.0
-# How long a connection waits that no API process takes, and how many are accepted before other work is done.
+# How long to wait after a connection that no API process takes, and after one that can't be accepted.
 _RETRY_SECONDS = 0.01
+_PAUSE_SECONDS = 1.0
+# How many connections are accepted before other work is done.
 _MOST_ACCEPTS = 64
 
 
@@ -117,7 +119,7 @@ class Supervisor:
             self._is_ending = True
             self._loop.remove_reader(self._listener)
             self._listener.close()
-            self._tell_all(Stop())
+            self._broadcast(Stop())
             await asyncio.gather(*(child.stop(_END_SECONDS) for child in self._children.values()))
             if self._engines is not None:
                 await self._engines.shutdown()
@@ -151,7 +153,7 @@ class Supervisor:
         if death.done():
             logger.error("The engine has ended: %s", death.result())
             self._is_ending = True
-            self._tell_all(EngineEnded(death.result()))
+            self._broadcast_to_later_ones_too(EngineEnded(death.result()))
             ends = [child.ended for child in self._children.values()]
             await asyncio.wait(ends, timeout=_END_SECONDS + 2 * FLUSH_SECONDS)
             return 1
@@ -162,7 +164,7 @@ class Supervisor:
         await self._engine_wanted.wait()
         count = self._config.api_server_count
         self._engines = await EngineProcesses.launch(self._engine_config, module=self._engine_module, num_clients=count)
-        self._tell_all_and_later_ones(EngineStarted(list(self._engines.endpoints)))
+        self._broadcast_to_later_ones_too(EngineStarted(list(self._engines.endpoints)))
         await self._until(lambda child: child.is_ready)
         return self._engines
 
@@ -170,7 +172,7 @@ class Supervisor:
         timeout = self._config.drain_timeout
         logger.info("Draining %d API processes: open requests have up to %g s", len(self._children), timeout)
         self._is_ending = True
-        self._tell_all(Drain())
+        self._broadcast_to_later_ones_too(Drain())
         drained = asyncio.create_task(self._until(lambda child: child.is_drained or child.ended.done()))
         await asyncio.wait((drained, death), timeout=timeout + _END_SECONDS, return_when=asyncio.FIRST_COMPLETED)
         drained.cancel()
@@ -188,7 +190,14 @@ class Supervisor:
             child.send(message)
         task = asyncio.create_task(self._follow(child))
         self._followers.add(task)
-        task.add_done_callback(self._followers.discard)
+        task.add_done_callback(self._on_followed)
+
+    def _on_followed(self, task: asyncio.Task[None]) -> None:
+        """End the server if following an API process has failed, since it would run on without control."""
+        self._followers.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None and not self._failed.done():
+            logger.error("following an API process has failed", exc_info=error)
+            self._failed.set_result(1)
 
     async def _follow(self, child: ApiProcess) -> None:
         async for message in child.messages():
@@ -217,11 +226,11 @@ class Supervisor:
     def _on_message(self, child: ApiProcess, message: ToParent) -> None:
         match message:
             case ModelFetched():
-                self._tell_all_and_later_ones(message)
+                self._broadcast_to_later_ones_too(message)
             case EngineWanted():
                 self._engine_wanted.set()
             case Listening():
-                child.heard_at = self._loop.time()
+                child.last_seen = self._loop.time()
             case Ready():
                 child.is_ready = True
             case Drained():
@@ -242,10 +251,10 @@ class Supervisor:
                     asked.missing.discard(child.index)
                     asked.answers.append(answer)
                     self._answer_if_complete(asker, number)
-            case Tell(news):
+            case SentUpdate(update):
                 for other in self._children.values():
                     if other is not child:
-                        other.send(Told(child.index, news))
+                        other.send(ReceivedUpdate(child.index, update))
 
     def _answer_if_complete(self, asker: int, number: int) -> None:
         if not self._questions[asker, number].missing:
@@ -264,15 +273,15 @@ class Supervisor:
             else:
                 self._questions[asker, number].missing.discard(index)
                 self._answer_if_complete(asker, number)
-        self._tell_all(SiblingEnded(index))
+        self._broadcast(SiblingEnded(index))
 
-    def _tell_all(self, message: ToChild) -> None:
+    def _broadcast(self, message: ToChild) -> None:
         for child in self._children.values():
             child.send(message)
 
-    def _tell_all_and_later_ones(self, message: ToChild) -> None:
+    def _broadcast_to_later_ones_too(self, message: ToChild) -> None:
         self._known.append(message)
-        self._tell_all(message)
+        self._broadcast(message)
 
     def _accept(self) -> None:
         for _ in range(_MOST_ACCEPTS):
@@ -282,36 +291,36 @@ class Supervisor:
                 return
             except OSError as error:  # too many open files, or the client has gone
                 logger.warning("can't accept a connection: %s", error)
-                self._pause()
+                self._pause(_PAUSE_SECONDS)
                 return
             with contextlib.suppress(OSError):
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if not self._deal(connection):
+            if not self._hand_over(connection):
                 self._waiting.append(connection)
-                self._pause()
+                self._pause(_RETRY_SECONDS)
                 return
 
-    def _deal(self, connection: socket.socket) -> bool:
+    def _hand_over(self, connection: socket.socket) -> bool:
         """Give a connection to the next API process that takes it: one that is ready and not stuck, if there is one."""
-        listening = [child for child in self._children.values() if child.heard_at and not child.ended.done()]
+        listening = [child for child in self._children.values() if child.last_seen and not child.ended.done()]
         ready = [child for child in listening if child.is_ready] or listening
         silent_since = self._loop.time() - _SILENT_SECONDS
-        able = [child for child in ready if child.heard_at > silent_since] or ready
+        able = [child for child in ready if child.last_seen > silent_since] or ready
         for _ in able:
             self._turn += 1
-            if able[self._turn % len(able)].take(connection):
+            if able[self._turn % len(able)].send_connection(connection):
                 connection.close()  # the API process has its own handle of it
                 return True
         return False
 
-    def _pause(self) -> None:
-        """Leave further connections to the kernel's queue for a moment."""
+    def _pause(self, seconds: float) -> None:
+        """Leave further connections in the kernel's queue for a time."""
         self._loop.remove_reader(self._listener)
-        self._loop.call_later(_RETRY_SECONDS, self._resume)
+        self._loop.call_later(seconds, self._resume)
 
     def _resume(self) -> None:
         while self._waiting:
-            if not self._deal(self._waiting[0]):
+            if not self._hand_over(self._waiting[0]):
                 self._loop.call_later(_RETRY_SECONDS, self._resume)
                 return
             self._waiting.popleft()

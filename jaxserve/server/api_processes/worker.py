@@ -1,7 +1,7 @@
 """One of several API processes: it serves the connections that the first process of the server hands to it.
 
-Owns what the process is to its parent: its reports, the questions and news it exchanges with the other API processes,
-and when it ends. What it serves is `lifecycle`'s.
+Owns what the process exchanges with its parent: reports, questions and placement updates of the other API processes,
+and when to end. What it serves is `lifecycle`'s.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 from typing import Any
 
 from jaxserve import host
-from jaxserve.engine.client import Engine, EngineEndpoint, NewsListener, attach_engine
+from jaxserve.engine.client import Engine, EngineEndpoint, PlacementListener, attach_engine
 from jaxserve.errors import JaxserveError
 from jaxserve.observability import log
 from jaxserve.server.api_processes.messages import (
@@ -34,13 +34,13 @@ from jaxserve.server.api_processes.messages import (
     Listening,
     ModelFetched,
     Ready,
+    ReceivedUpdate,
+    SentUpdate,
     SiblingEnded,
     Start,
     StartFailed,
     Stop,
-    Tell,
     ToChild,
-    Told,
     ToParent,
 )
 from jaxserve.server.lifecycle import HttpServer, Lifecycle
@@ -57,11 +57,11 @@ _NOT_INHERITED = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
 
 class Worker:
-    """The role of one of several API processes, its `Siblings` and its `NewsLine`."""
+    """The role of one of several API processes, its `Siblings` and its `PlacementBroadcast`."""
 
     def __init__(self, order: Start, parent: Channel[ToParent, ToChild]) -> None:
         self.stop = asyncio.Event()
-        self.listener: NewsListener | None = None
+        self.listener: PlacementListener | None = None
         self._order = order
         self._parent = parent
         self._fetched = asyncio.Event()
@@ -84,22 +84,22 @@ class Worker:
         self._parent.send(EngineWanted())
         endpoints = await self._endpoints
         order = self._order
-        self._engine = await attach_engine(endpoints, order.engine_config, client=order.index, line=self)
+        self._engine = await attach_engine(endpoints, order.engine_config, client=order.index, broadcast=self)
         if self._death is not None:
             self._engine.end(self._death)
         return self._engine
 
     def report_failure(self, error: JaxserveError, exit_code: int) -> None:
-        """Tell the parent why this process can't serve."""
+        """SentUpdate the parent why this process can't serve."""
         self._parent.send(StartFailed(str(error), exit_code))
 
     def report_ready(self, loaded: LoadedModel, seconds: float) -> None:
-        """Tell the parent that requests are served."""
+        """SentUpdate the parent that requests are served."""
         log.setup(self._order.engine_config.log_level, _log_name(self._order))
         self._parent.send(Ready())
 
     async def finish_drain(self) -> None:
-        """Tell the parent that no request is open, and wait for its word."""
+        """SentUpdate the parent that no request is open, and wait for its word."""
         self._parent.send(Drained())
         await self._may_close.wait()
 
@@ -116,9 +116,9 @@ class Worker:
         finally:
             del self._asked[number]
 
-    def tell(self, news: bytes) -> None:
-        """Send news about replicas to all other API processes."""
-        self._parent.send(Tell(news))
+    def send_update(self, update: bytes) -> None:
+        """Send an update of placements to all other API processes."""
+        self._parent.send(SentUpdate(update))
 
     async def follow(self, state: ServerState) -> None:
         """Do what the parent says until it ends, which ends this process too."""
@@ -142,9 +142,9 @@ class Worker:
                 case Answers(number, answers):
                     if (waiting := self._asked.get(number)) is not None and not waiting.done():
                         waiting.set_result(answers)
-                case Told(origin, news):
+                case ReceivedUpdate(origin, update):
                     if self.listener is not None:
-                        self.listener.hear(news, origin)
+                        self.listener.apply_update(update, origin)
                 case SiblingEnded(index):
                     if self.listener is not None:
                         self.listener.forget(index)
@@ -169,11 +169,12 @@ async def _run(control: socket.socket, connections: socket.socket) -> int:
     await lifecycle.server.listening.wait()
     asyncio.get_running_loop().add_reader(connections, _adopt_all, connections, lifecycle.server)
     reporting = asyncio.create_task(_report_listening(parent))
-    try:
-        return await running
-    finally:
-        reporting.cancel()
-        following.cancel()
+    await asyncio.wait((running, following), return_when=asyncio.FIRST_COMPLETED)
+    reporting.cancel()
+    if following.done():
+        following.result()  # raises why the parent can't be followed; the parent replaces this process
+    following.cancel()
+    return await running
 
 
 async def _report_listening(parent: Channel[ToParent, ToChild]) -> None:

@@ -4,6 +4,7 @@ import random
 from typing import Any
 
 from jaxserve.api_types import FinishReason, TokenEvent, Usage
+from jaxserve.engine.client.placements import PlacementUpdate
 from jaxserve.engine.client.replica_router import ReplicaRouter
 from tests.engine.conftest import make_request
 
@@ -50,11 +51,15 @@ def test_a_request_goes_where_its_prefix_is() -> None:
     assert router.place(make_request("c", shared, namespace="salt")) != home
 
 
-def test_routers_that_tell_each_other_choose_as_one() -> None:
+def test_routers_that_inform_each_other_choose_as_one() -> None:
     routers: list[ReplicaRouter] = []
     for index in range(2):
         other = 1 - index
-        routers.append(make_router(tell=lambda news, index=index, other=other: routers[other].hear(news, index)))
+
+        def send(update: PlacementUpdate, index: int = index, other: int = other) -> None:
+            routers[other].apply(update, index)
+
+        routers.append(make_router(send_update=send))
     one, two = routers
     shared = list(range(200))
     home = one.place(make_request("a", shared))
