@@ -57,7 +57,7 @@ logger = logging.getLogger("jaxserve.server")
 _ANSWER_SECONDS = 2.0
 # How long API processes may take to end once they have nothing to do: slow clients are given FLUSH_SECONDS.
 _END_SECONDS = FLUSH_SECONDS + 5.0
-# An API process that says nothing for so long is stuck, and gets no connections meanwhile.
+# An API process that says nothing for so long is stuck: it gets no connections, and nobody waits for its answers.
 _SILENT_SECONDS = 5.0
 # How long to wait after a connection that no API process takes, and after one that can't be accepted.
 _RETRY_SECONDS = 0.01
@@ -240,10 +240,11 @@ class Supervisor:
                     logger.error("Can't start: %s", text)
                     self._failed.set_result(exit_code)
             case Ask(number, question):
-                others = {index for index, other in self._children.items() if other.is_ready and other is not child}
-                self._questions[child.index, number] = _OpenQuestion(others)
-                for index in others:
-                    self._children[index].send(Asked(child.index, number, question))
+                others = [other for other in self._children.values() if other.is_ready and other is not child]
+                expected = {other.index for other in others if not self._is_stuck(other)}
+                self._questions[child.index, number] = _OpenQuestion(expected)
+                for other in others:
+                    other.send(Asked(child.index, number, question))
                 self._answer_if_complete(child.index, number)
                 self._loop.call_later(_ANSWER_SECONDS, self._answer, child.index, number)
             case Answered(asker, number, answer):
@@ -304,14 +305,16 @@ class Supervisor:
         """Give a connection to the next API process that takes it: one that is ready and not stuck, if there is one."""
         listening = [child for child in self._children.values() if child.last_seen and not child.ended.done()]
         ready = [child for child in listening if child.is_ready] or listening
-        silent_since = self._loop.time() - _SILENT_SECONDS
-        able = [child for child in ready if child.last_seen > silent_since] or ready
+        able = [child for child in ready if not self._is_stuck(child)] or ready
         for _ in able:
             self._turn += 1
             if able[self._turn % len(able)].send_connection(connection):
                 connection.close()  # the API process has its own handle of it
                 return True
         return False
+
+    def _is_stuck(self, child: ApiProcess) -> bool:
+        return child.last_seen < self._loop.time() - _SILENT_SECONDS
 
     def _pause(self, seconds: float) -> None:
         """Leave further connections in the kernel's queue for a time."""
