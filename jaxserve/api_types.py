@@ -371,6 +371,13 @@ class ProfileInfo(msgspec.Struct, frozen=True, array_like=True):
         return f"{self.num_steps} steps, in {self.directory}"
 
 
+class StageTimes(msgspec.Struct, frozen=True, array_like=True):
+    """How many seconds a pipeline stage has computed, and waited for its next step while any was in flight."""
+
+    compute_seconds: float = 0.0
+    wait_seconds: float = 0.0
+
+
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """The metrics of an engine, sent with the events of a step and on request. Counters never decrease.
 
@@ -396,6 +403,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     - Of the `generation_tokens`, grammars and budgets for reasoning forced `forced_tokens`, without a draw.
     - `step_tokens` is the sum over all steps; `steps_by_tokens` counts the steps in each of `STEP_TOKEN_BUCKETS`, and
       last the longer steps.
+    - `stages` are the times of the pipeline stages, () if there is only one.
     - Only metrics sent on request have `decode_steps_by_rows`; `integrity_errors`, the faults that the integrity check
       found; and `expert_tokens[i][j]`, how many tokens expert j of layer i computed. A dense layer has no experts.
     """
@@ -440,6 +448,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     step_tokens: int = 0
     steps_by_tokens: tuple[int, ...] = (0,) * (len(STEP_TOKEN_BUCKETS) + 1)
     compiles_after_ready: int = 0
+    stages: tuple[StageTimes, ...] = ()
     integrity_errors: tuple[str, ...] = ()
     decode_steps_by_rows: dict[int, int] = {}
     expert_tokens: tuple[tuple[int, ...], ...] = ()

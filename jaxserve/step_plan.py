@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from jaxserve.api_types import SamplingParams, TokenLogprobs
+from jaxserve.api_types import SamplingParams, StageTimes, TokenLogprobs
 
 StepKind = Literal["decode", "verify", "mixed", "prompt_logprobs"]
 """The kinds of steps: with decodes alone, some of which may verify drafts; with chunks of prompts; and with log
@@ -194,7 +194,8 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     tokens; drafting itself reads the last `max_unread` tokens of a sequence. A sequence of more than `rotation_length`
     tokens has another rotary embedding than a shorter one, from its first token on. Programs that draw within a
     grammar have at least `smallest_draw` rows. `vocab_size` is a multiple of the number of shards: it counts the
-    model's token ids, and the padding of the last shards.
+    model's token ids, and the padding of the last shards. With `num_stages` pipeline stages, as many steps compute at
+    once, each with decodes of its own.
     """
 
     num_slots: int
@@ -215,6 +216,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     max_unread: int = 2
     smallest_draw: int = 1
     vocab_size: int = 0
+    num_stages: int = 1
 
     def buckets(self, kind: StepKind) -> tuple[int, ...]:
         """Return the sizes of the programs of a kind of step: rows of decodes, else tokens."""
@@ -256,6 +258,10 @@ class Executor(Protocol):
 
     def expert_tokens(self) -> tuple[tuple[int, ...], ...]:
         """Return how many tokens each expert of each layer that has experts has computed."""
+        ...
+
+    def stage_times(self) -> tuple[StageTimes, ...]:
+        """Return the times of the pipeline stages so far, () if there is only one."""
         ...
 
     def dispatch(self, plan: StepPlan) -> object:

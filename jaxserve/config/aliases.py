@@ -123,6 +123,8 @@ ALIASES: Mapping[str, Alias] = types.MappingProxyType(
         "tp": RenameAlias("tp_size"),
         "data_parallel_size": RenameAlias("dp_size"),
         "dp": RenameAlias("dp_size"),
+        "pipeline_parallel_size": RenameAlias("pp_size"),
+        "pp": RenameAlias("pp_size"),
         "nccl_init_addr": RenameAlias("dist_init_addr"),
         "master_addr": ChoiceAlias(RefusedName("write --dist-init-addr HOST:PORT, the same on every node")),
         "master_port": ChoiceAlias(RefusedName("write --dist-init-addr HOST:PORT, the same on every node")),
@@ -190,10 +192,6 @@ ALIASES: Mapping[str, Alias] = types.MappingProxyType(
         "priority_scheduling": _PRIORITIES,
         "enable_priority_scheduling": _PRIORITIES,
         "q": RenameAlias("quantization"),
-        "pipeline_parallel_size": ChoiceAlias(
-            RefusedName("pipeline stages are not built yet: only 1 is supported"), _ONE
-        ),
-        "pp_size": ChoiceAlias(RefusedName("pipeline stages are not built yet: only 1 is supported"), _ONE),
         "ep": RenameAlias("ep_size"),
         "expert_parallel_size": RenameAlias("ep_size"),
         "enable_expert_parallel": SwitchAlias(on=Sets("ep_size", -1), off=Sets("ep_size", 1)),

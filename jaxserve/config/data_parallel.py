@@ -16,7 +16,7 @@ from jaxserve.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class Parallelism:
-    """`replicas` engine processes, each of `data` ranks of `tensor` devices.
+    """`replicas` engine processes, each of `stages` pipeline stages, each of `data` ranks of `tensor` devices.
 
     The experts of a mixture are divided into `expert_parts`, among the devices of a rank, or of all ranks if they are
     `over_ranks`; the devices that share a part divide each of its experts.
@@ -27,6 +27,12 @@ class Parallelism:
     replicas: int = 1
     expert_parts: int = 1
     over_ranks: bool = False
+    stages: int = 1
+
+    @property
+    def num_devices(self) -> int:
+        """The number of devices of an engine process, or of all processes of its mesh."""
+        return self.stages * self.data * self.tensor
 
     @property
     def expert(self) -> int:
@@ -92,7 +98,7 @@ def parallelism(config: EngineConfig) -> Parallelism:
             f"ep_size={parts} doesn't fit tp_size={config.tp_size} and dp_size={config.dp_size}; sizes that do: "
             f"{', '.join(map(str, fits))}"
         )
-    return Parallelism(data, tensor, replicas, parts, over_ranks)
+    return Parallelism(data, tensor, replicas, parts, over_ranks, config.pp_size)
 
 
 def divisors(number: int) -> list[int]:

@@ -21,6 +21,7 @@ ENGINE_RANGES: Ranges = {
     "random_seed": (-(2**63), 2**63 - 1),
     "tp_size": (1, _MOST_DEVICES),
     "dp_size": (1, _MOST_DEVICES),
+    "pp_size": (1, _MOST_DEVICES),
     "ep_size": (ALL_DEVICES, _MOST_DEVICES),
     "nnodes": (1, _MOST_DEVICES),
     "dist_timeout": (0.1, _MOST_SECONDS),

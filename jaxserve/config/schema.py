@@ -74,6 +74,19 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     dp_size: Annotated[
         int, Meta(description="data-parallel size: number of ranks, each with tp_size devices and its own KV cache")
     ] = 1
+    pp_size: Annotated[
+        int,
+        Meta(
+            description="pipeline-parallel size: number of stages, each with a range of the layers and devices of its own"
+        ),
+    ] = 1
+    pp_layer_partition: Annotated[
+        str,
+        Meta(
+            description="how layers are divided among stages; memory: so that the largest weights of a stage are as small as "
+            "possible; layers: as many for each stage; or the number of layers of each stage, such as 20,22,22,16"
+        ),
+    ] = "memory"
     dp_mode: Annotated[
         Literal["auto", "mesh", "replicas"],
         Meta(

@@ -15,7 +15,7 @@ import zlib
 from collections import Counter
 from collections.abc import Sequence
 
-from jaxserve.api_types import EngineRequest, FinishReason, SamplingParams, TokenLogprobs
+from jaxserve.api_types import EngineRequest, FinishReason, SamplingParams, StageTimes, TokenLogprobs
 from jaxserve.engine.scheduling.grammars import Allowed, RequestGrammar
 from jaxserve.engine.scheduling.thinking import ThinkingCounter
 from jaxserve.step_plan import Capacity, Chunk, Draw, DrawResult, SlotOpen, StepPlan, StepResult
@@ -153,6 +153,9 @@ class FakeExecutor:
             for _ in range(capacity.num_ranks)
         ]
         self._host: dict[tuple[int, int, int], list[int]] = {}
+
+    def stage_times(self) -> tuple[StageTimes, ...]:
+        return ()
 
     def expert_tokens(self) -> tuple[tuple[int, ...], ...]:
         return ()

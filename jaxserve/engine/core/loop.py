@@ -28,6 +28,7 @@ class EngineLoop:
     """Runs the steps of one engine.
 
     With `overlap`, step N+1 is dispatched before the tokens of step N are fetched; the tokens are the same either way.
+    With pipeline stages, as many steps as there are stages are in flight, and one more with `overlap`.
     If the executor raises, its state is lost: this and every later `step` raises `EngineDeadError`. `timeline` receives
     the spans of the phases; `profiling` counts the steps of a running profile.
     """
@@ -46,7 +47,7 @@ class EngineLoop:
         self.profiling = profiling or Profiling()
         self._scheduler = scheduler
         self._executor = executor
-        self._depth = 1 if overlap else 0
+        self._depth = executor.capacity.num_stages - (0 if overlap else 1)
         self._in_flight: deque[tuple[StepPlan, object]] = deque()
         self._log = StepLog(scheduler, decode_log_interval)
         self._drawing = False  # the newest step in flight has draws to commit
@@ -106,12 +107,13 @@ class EngineLoop:
     def stats(self, *, check: bool = False) -> EngineStats:
         """Return the engine's counters and sizes; with `check`, also the counters that take time to find."""
         stats = self._scheduler.stats()
-        compiles = self._executor.compiles_after_ready
+        compiles, stages = self._executor.compiles_after_ready, self._executor.stage_times()
         problems = tuple(self._scheduler.check_integrity()) if check else ()
-        if compiles or check:
+        if compiles or stages or check:
             stats = msgspec.structs.replace(
                 stats,
                 compiles_after_ready=compiles,
+                stages=stages,
                 integrity_errors=problems,
                 decode_steps_by_rows=self._scheduler.decode_steps_by_rows if check else {},
                 expert_tokens=self._guard(self._executor.expert_tokens) if check else (),

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import jax
 import numpy as np
 
-from jaxserve.api_types import SamplingParams, TokenLogprobs
+from jaxserve.api_types import SamplingParams, StageTimes, TokenLogprobs
 from jaxserve.observability.timeline import Timeline
 from jaxserve.runtime.execution.device_commands import DeviceCommands, Pages
 from jaxserve.runtime.execution.expert_tokens import ExpertTokens
@@ -106,6 +106,10 @@ class DeviceExecutor:
     def expert_tokens(self) -> tuple[tuple[int, ...], ...]:
         """Return how many tokens each expert of each layer has computed, as of the last step collected."""
         return self._expert_tokens.read()
+
+    def stage_times(self) -> tuple[StageTimes, ...]:
+        """Return the times of the pipeline stages so far, () if there is only one."""
+        return ()
 
     def connect(self) -> None:
         """Run a step without requests: processes connect to each other before a request has to wait for it."""
