@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from jaxserve.observability.timeline import Timeline
 from jaxserve.runtime.devices.attach import attach
 from jaxserve.runtime.devices.device import facts_of_devices, free_bytes
 from jaxserve.runtime.devices.distributed import devices_of_all, join_processes, resolve_local_devices
-from jaxserve.runtime.devices.mesh import device_bytes, make_mesh
+from jaxserve.runtime.devices.mesh import device_bytes, make_stage_meshes
 from jaxserve.runtime.execution.deployment_log import log_drafting, log_kv_groups, log_kv_scales, log_weights
 from jaxserve.runtime.execution.device_commands import (
     BroadcastCommands,
@@ -47,12 +48,15 @@ from jaxserve.runtime.execution.executor import DeviceExecutor
 from jaxserve.runtime.execution.expert_tokens import ExpertTokens
 from jaxserve.runtime.execution.host_pool import HostPool, host_pages
 from jaxserve.runtime.execution.profiler import JaxProfiler
+from jaxserve.runtime.execution.staged_commands import StagedCommands
+from jaxserve.runtime.execution.stages import connect_stages
 from jaxserve.runtime.execution.startup import (
     PhaseTimer,
     fill_devices,
     naming_the_bundle,
     open_readers,
     program_cache_dir,
+    readers_of_part,
 )
 from jaxserve.runtime.programs.bundle import read_manifest, sized_like_bundle
 from jaxserve.runtime.programs.compile_counter import CompileCounter
@@ -65,6 +69,7 @@ from jaxserve.runtime.step.page_copies import row_specs
 from jaxserve.text.grammars.vocabulary import load_vocabulary
 from jaxserve.text.tokenizers.tokenizer import load_tokenizer
 from jaxserve.weights import check_tensors, checkpoint_kv_scales, stored_types
+from jaxserve.weights.kv_scales import KVScales
 
 logger = logging.getLogger("jaxserve.worker")
 
@@ -74,11 +79,11 @@ _PER_PROCESS_FACTS = {"process", "cpu", "python"}
 
 @dataclasses.dataclass(frozen=True)
 class _EngineParts:
-    """The loaded model and compiled programs on the devices of this process."""
+    """The loaded model and compiled programs on the devices of this process, by pipeline stage."""
 
     deployment: Deployment
-    programs: ProgramSet
-    calls: LocalCommands
+    programs: dict[int, ProgramSet]
+    calls: LocalCommands | StagedCommands
     num_host_pages: tuple[int, ...]
     info: EngineInfo
     phases: PhaseTimer
@@ -92,13 +97,13 @@ def build_engine(config: EngineConfig, nodes: ProcessGroup | None = None) -> tup
     parts = _prepare(config, nodes)
     calls: DeviceCommands = parts.calls if nodes is None else BroadcastCommands(parts.calls, nodes.broadcast)
     timeline = Timeline()
-    elsewhere = int if nodes is None else lambda: nodes.peer_compiles
     executor = DeviceExecutor(
         calls,
         parts.deployment.capacity,
         timeline,
-        parts.programs.substitute,
-        elsewhere,
+        parts.programs[0].substitute if len(parts.programs) == 1 else lambda key: key,
+        int if nodes is None else lambda: nodes.peer_compiles,
+        dict if nodes is None else lambda: nodes.peer_stage_times,
         calculates_kv_scales=config.calculate_kv_scales,
         expert_tokens=_expert_tokens(parts.deployment),
     )
@@ -106,11 +111,12 @@ def build_engine(config: EngineConfig, nodes: ProcessGroup | None = None) -> tup
         with nodes.time_limit(config.dist_timeout, "the first step over all processes"):
             executor.connect()
     if parts.deployment.device.platform != "cpu":  # a CPU gains nothing by it, and may still be loading programs
-        keys = parts.deployment.program_keys
+        keys = parts.deployment.parts[-1].program_keys
         logger.info("running each of the %d programs without requests, before the first one comes", len(keys))
         with parts.phases("warm_up"), naming_the_bundle(config):
             executor.warm_up(keys)
-    profiling = Profiling(JaxProfiler(timeline, parts.programs), config.profile_dir)
+    every = {(stage, key): program for stage, own in parts.programs.items() for key, program in own.items()}
+    profiling = Profiling(JaxProfiler(timeline, every), config.profile_dir)
     speculation = _speculation(parts.deployment)
     loop = _make_loop(config, parts.deployment.sizes, executor, parts.num_host_pages, timeline, profiling, speculation)
     return loop, msgspec.structs.replace(parts.info, startup_seconds=parts.phases.seconds)
@@ -124,9 +130,9 @@ def build_follower(config: EngineConfig, nodes: ProcessGroup) -> tuple[Callable[
     parts = _prepare(config, nodes)
     compiles = CompileCounter()
     nodes.own_compiles = lambda: compiles.count
-    following = FollowerExecutor(
-        parts.calls, parts.programs, parts.deployment.capacity.num_ranks, nodes.fail_after_cause
-    )
+    nodes.own_stage_times = parts.calls.stage_times
+    keys, num_ranks = parts.deployment.parts[-1].program_keys, parts.deployment.capacity.num_ranks
+    following = FollowerExecutor(parts.calls, keys, num_ranks, nodes.fail_after_cause)
     return following.execute, parts.info
 
 
@@ -150,13 +156,15 @@ def _prepare(config: EngineConfig, nodes: ProcessGroup | None) -> _EngineParts:
     if nodes is not None:
         facts = dataclasses.replace(facts, memory_bytes=nodes.agree(facts.memory_bytes, min))
     deployment = deploy_or_advise(config, model, facts, stored)
-    mesh = make_mesh(devices, **deployment.mesh_sizes)
+    meshes = make_stage_meshes(devices, len(deployment.parts), **deployment.mesh_sizes)
+    here = {number: mesh for number, mesh in enumerate(meshes) if not set(local).isdisjoint(mesh.devices.flat)}
     if nodes is not None:
-        resolve_local_devices(mesh)
+        for mesh in here.values():
+            resolve_local_devices(mesh)
     with phases("memory"):
-        deployment = size_pool_by_compiler(deployment, mesh, program_cache_dir(config))
+        deployment = size_pool_by_compiler(deployment, here, program_cache_dir(config))
         if nodes is not None:
-            deployment = _agree_on_deployment(deployment, mesh, nodes)
+            deployment = _agree_on_deployment(deployment, meshes, nodes)
     backend, sizes = deployment.backend, deployment.sizes
     logger.info(
         "device: %s%s; attention: %s (%s)", _mesh_prefix(deployment), device.device_kind, backend.name, backend.reason
@@ -173,28 +181,43 @@ def _prepare(config: EngineConfig, nodes: ProcessGroup | None) -> _EngineParts:
     obstacle = deployment.nondeterminism
     answer = f"no, {obstacle}" if obstacle else "yes, a request gives the same bits in any batch"
     logger.info("deterministic inference: %s", answer)
-    kv_scales = None
+    scales: list[KVScales | None] = [None] * len(deployment.parts)
     if config.kv_cache_dtype != "auto":
         if config.load_format != "dummy" and not config.calculate_kv_scales:
-            kv_scales = checkpoint_kv_scales(source, deployment.model)
-        log_kv_scales(deployment, kv_scales)
-    rows = [row_specs(deployment.state, group) for group in range(len(deployment.kv_specs))]
-    num_host_pages = host_pages(config, sizes.capacity.pages_by_group, rows)
+            scales = [checkpoint_kv_scales(source, part.model) for part in deployment.parts]
+        log_kv_scales(deployment, scales)
+    rows = [[row_specs(part.state, group) for group in range(len(part.kv_specs))] for part in deployment.parts]
+    by_group = [list(itertools.chain.from_iterable(own)) for own in zip(*rows)]
+    num_host_pages = host_pages(config, sizes.capacity.pages_by_group, by_group)
     with phases("weights"):
         weights = open_readers(deployment, source)
-    # No program is loaded while serving in a mesh, whose processes must choose alike, nor on a GPU, which would pause.
-    behind = nodes is None and device.platform == "cpu"
-    params, state, programs, compiled = fill_devices(
-        deployment,
-        mesh,
-        weights,
-        bundle,
-        phases,
-        behind=behind,
-        kv_scales=() if kv_scales is None else kv_scales.by_group,
-    )
-    host = [HostPool(specs, pages, mesh) for specs, pages in zip(rows, num_host_pages)]
-    calls = LocalCommands(params, state, programs, host, mesh)
+    # No program is loaded while serving in a mesh, whose processes must choose alike, nor by several stages, nor on a
+    # GPU, which would pause.
+    behind = nodes is None and device.platform == "cpu" and not deployment.stages
+    stages: list[LocalCommands | None] = [None] * len(meshes)
+    programs: dict[int, ProgramSet] = {}
+    compiled = 0
+    for number, mesh in here.items():
+        part, own = deployment.parts[number], scales[number]
+        params, state, programs[number], count = fill_devices(
+            part,
+            mesh,
+            readers_of_part(deployment, part, weights),
+            bundle,
+            phases,
+            behind=behind,
+            kv_scales=() if own is None else own.by_group,
+        )
+        compiled += count
+        host = [HostPool(specs, pages, mesh) for specs, pages in zip(rows[number], num_host_pages)]
+        stages[number] = LocalCommands(params, state, programs[number], host, mesh)
+    calls: LocalCommands | StagedCommands
+    if deployment.stages:
+        with phases("programs"):
+            calls, count = connect_stages(deployment, meshes, stages, bundle)
+        compiled += count
+    else:
+        [calls] = filter(None, stages)
     if nodes is not None:
         nodes.wait_until_all_ready()
     free = free_bytes(device)
@@ -210,11 +233,11 @@ def _prepare(config: EngineConfig, nodes: ProcessGroup | None) -> _EngineParts:
     )
     groups = _kv_groups(deployment)
     log_kv_groups(groups, sizes.capacity.page_size)
-    if host:
+    if num_host_pages:
         logger.info(
             "hierarchical cache: %s tokens in host memory (%.2f GiB), %s",
-            " and ".join(str(deployment.data * pool.num_pages * sizes.capacity.page_size) for pool in host),
-            sum(pool.nbytes for pool in host) / 2**30,
+            " and ".join(str(deployment.data * pages * sizes.capacity.page_size) for pages in num_host_pages),
+            sum(one.host_bytes for one in stages if one is not None) / 2**30,
             config.hicache_write_policy,
         )
     info = EngineInfo(
@@ -227,7 +250,7 @@ def _prepare(config: EngineConfig, nodes: ProcessGroup | None) -> _EngineParts:
         device=device.device_kind,
         dtype=deployment.dtype.name,
         attention_backend=backend.name,
-        num_programs=len(programs),
+        num_programs=sum(map(len, programs.values())),
         startup_seconds=phases.seconds,
         num_compiled_programs=compiled,
         schedule_policy=config.schedule_policy,
@@ -260,14 +283,17 @@ def _find_devices(config: EngineConfig, nodes: ProcessGroup | None) -> tuple[lis
     return devices, [device for device in devices if device.process_index == nodes.rank]
 
 
-def _agree_on_deployment(deployment: Deployment, mesh: Mesh, nodes: ProcessGroup) -> Deployment:
+def _agree_on_deployment(deployment: Deployment, meshes: Sequence[Mesh], nodes: ProcessGroup) -> Deployment:
     """Reduce the KV cache to what fits every process. Raise `ConfigError` if the processes' programs would differ."""
     capacity = deployment.capacity
     tokens = nodes.agree(capacity.num_pages * capacity.page_size, min)
     if tokens < capacity.num_pages * capacity.page_size:
         config = msgspec.structs.replace(deployment.config, max_total_tokens=tokens)
         deployment = deploy(config, deployment.model.config, deployment.device, stored=deployment.stored)
-    facts = {name: value for name, value in deployment.builder(mesh).facts().items() if name not in _PER_PROCESS_FACTS}
+    facts = {
+        f"stage {number}": {name: value for name, value in own.items() if name not in _PER_PROCESS_FACTS}
+        for number, own in enumerate(part.builder(mesh).facts() for part, mesh in zip(deployment.parts, meshes))
+    }
 
     def check(everywhere: list[dict[str, Any]]) -> None:
         for rank, theirs in enumerate(everywhere):

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
+STAGE_AXIS = "stage"
 DATA_AXIS = "data"
 EXPERT_AXIS, EXPERT_TENSOR_AXIS = "expert", "tensor"
 TENSOR_AXES = (EXPERT_AXIS, EXPERT_TENSOR_AXIS)

@@ -46,14 +46,14 @@ def apply_layers(
     kv: KVPools,
     indices: range | None = None,
 ) -> LayerOutput:
-    """Apply the layers of these indices, all by default, of which `layers` are the weights.
+    """Apply the layers of these indices, by default all of the model, of which `layers` are the weights.
 
     The loop is unrolled, so that each layer's pages are updated in place.
     """
     at = model.kv_layers()
     loads: list[Array] = []
     features: list[Array] = []
-    for i, params in zip(range(model.config.num_layers) if indices is None else indices, layers, strict=True):
+    for i, params in zip(model.layers if indices is None else indices, layers, strict=True):
         features += [x] if i in model.taps else []
         with jax.named_scope(f"layer_{i}"):
             out = apply(i, x, params, kv, at[i])

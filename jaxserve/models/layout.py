@@ -15,6 +15,29 @@ from jaxserve.params import KVSpec
 
 
 @dataclasses.dataclass(frozen=True)
+class Stage:
+    """A pipeline stage of `count`, with the layers from `first` on, before `end`.
+
+    The first one embeds, the last one has the head.
+    """
+
+    index: int
+    count: int
+    first: int
+    end: int
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it embeds tokens."""
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it draws tokens."""
+        return self.index == self.count - 1
+
+
+@dataclasses.dataclass(frozen=True)
 class LaidOutModel[C: ModelConfig]:
     """The config of a model, and how a deployment lays it out.
 
@@ -23,7 +46,7 @@ class LaidOutModel[C: ModelConfig]:
     least `whole_from` positions keeps the keys and values of whole sequences, as a layer without a window does, if the
     KV heads of both are alike. With `experts_over_ranks`, data-parallel ranks have different experts; with
     `ragged_exchange`, prefill sends a rank only the tokens of its experts. `taps` are the layers whose inputs a head
-    that drafts needs.
+    that drafts needs. A model of a pipeline `stage` has only some of the layers, which keep their numbers.
     """
 
     config: C
@@ -33,6 +56,27 @@ class LaidOutModel[C: ModelConfig]:
     experts_over_ranks: bool = False
     ragged_exchange: bool = False
     taps: tuple[int, ...] = ()
+    stage: Stage | None = None
+
+    @property
+    def layers(self) -> range:
+        """The layers that it has."""
+        return range(self.config.num_layers) if self.stage is None else range(self.stage.first, self.stage.end)
+
+    @property
+    def mixture_layers(self) -> tuple[int, ...]:
+        """The layers that it has and that have experts."""
+        return tuple(i for i in self.config.mixture_layers if i in self.layers)
+
+    @property
+    def embeds(self) -> bool:
+        """Whether it has the embedding: it is no stage, or the first."""
+        return self.stage is None or self.stage.is_first
+
+    @property
+    def draws(self) -> bool:
+        """Whether it has the head: it is no stage, or the last."""
+        return self.stage is None or self.stage.is_last
 
     @property
     def padded_vocab_size(self) -> int:
@@ -55,11 +99,14 @@ class LaidOutModel[C: ModelConfig]:
     def kv_specs(self) -> tuple[KVSpec, ...]:
         """Return the KV groups: first the one of whole sequences, then one for each window and kind of heads.
 
-        The first group is always there; it has 0 layers if all layers have windows. Raises `ConfigError` if layers
+        The first group is always there; it has 0 layers if all layers have windows. All stages have the same groups,
+        each with the layers that it has. Raises `ConfigError` if layers
         without a window differ in their heads, as they share one group.
         """
-        counts = Counter(self._kv_group(i) for i in range(self.config.num_layers) if self.config.kv_source(i) == i)
-        whole = [group for group in counts if group.window is None]
+        sources = [i for i in range(self.config.num_layers) if self.config.kv_source(i) == i]
+        kinds = dict.fromkeys(map(self._kv_group, sources))
+        counts = Counter(self._kv_group(i) for i in sources if i in self.layers)
+        whole = [group for group in kinds if group.window is None]
         if len(whole) > 1:
             raise ConfigError(
                 "layers that keep whole sequences have KV heads of different number or size "
@@ -68,18 +115,18 @@ class LaidOutModel[C: ModelConfig]:
         if not whole:
             heads, head_dim = self.kv_shape(0)
             whole = [KVSpec(0, heads, head_dim)]
-        groups = [*whole, *(group for group in counts if group.window is not None)]
+        groups = [*whole, *(group for group in kinds if group.window is not None)]
         return tuple(dataclasses.replace(group, num_layers=counts[group]) for group in groups)
 
     def kv_layers(self) -> tuple[KVLayer, ...]:
-        """Return the place of each layer's keys and values in the KV groups."""
+        """Return the place of each layer's keys and values in the KV groups. Layers of other stages have none here."""
         groups = [dataclasses.replace(spec, num_layers=0) for spec in self.kv_specs()]
         used, places = [0] * len(groups), list[KVLayer]()
         for i in range(self.config.num_layers):
             source, group = self.config.kv_source(i), groups.index(self._kv_group(i))
             if source == i:
                 places.append(KVLayer(jnp.int32(used[group]), group))
-                used[group] += 1
+                used[group] += i in self.layers
             else:
                 places.append(dataclasses.replace(places[source], reuses=True))
         return tuple(places)

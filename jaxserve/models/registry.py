@@ -160,11 +160,34 @@ def abstract_params(model: AnyModel, dtype: np.dtype) -> Any:
     return family(model).abstract(model, dtype)
 
 
+def stage_params(params: Any, model: AnyModel, *, embeds: bool = False) -> Any:
+    """Return the parameters, or the specs, that a stage has of a whole model's, with None for all others.
+
+    Those of layers keep their places, so that each keeps its path. The embedding is with the first stage, with the last
+    one if it is also the head, and where the stage `embeds` for a head that drafts.
+    """
+    if model.stage is None:
+        return params
+    layers = tuple(layer if i in model.layers else None for i, layer in enumerate(params.layers))
+    tied = model.draws and params.output is None
+    kept: dict[str, Any] = {"embedding": params.embedding if model.embeds or tied or embeds else None, "layers": layers}
+    if not model.draws:
+        kept |= {"norm": None, "output": None}
+    return dataclasses.replace(params, **kept)
+
+
 def forward(
     model: AnyModel, params: Any, x: Float[Array, "tokens dim"], batch: TokenBatch, kv: KVPools, backend: Backend
 ) -> LayerOutput:
-    """Apply the layers of a model and its last norm to embeddings."""
-    out = apply_layers(model, family(model).layers(model, params, x, batch, backend), params.layers, x, kv)
+    """Apply the layers of a model and its last norm to embeddings; those of a stage, to what the stage before gave.
+
+    Only the last stage has the norm.
+    """
+    own = model.layers
+    layers = params.layers[own.start : own.stop]
+    out = apply_layers(model, family(model).layers(model, params, x, batch, backend), layers, x, kv, own)
+    if not model.draws:
+        return out
     with jax.named_scope("final_norm"):
         return dataclasses.replace(out, hidden=norm(out.hidden, params.norm, model.config.norm_eps))
 

@@ -38,6 +38,12 @@ class WeightReader:
     order: tuple[int, ...]
     threads: int = THREADS
 
+    def of_part(self, whole: Any, part: Any) -> WeightReader:
+        """Return a reader of a tree that has only some of the parameters of the `whole` one."""
+        paths = [path for path, _ in flatten(whole)[0]]
+        places = {path: i for i, (path, _) in enumerate(flatten(part)[0])}
+        return dataclasses.replace(self, order=tuple(places[paths[i]] for i in self.order if paths[i] in places))
+
 
 def flatten(abstract: Any) -> tuple[list[tuple[Path, ParamSpec]], Any]:
     """Return a tree's parameters with their paths (attribute names, keys and list indices), and its structure."""

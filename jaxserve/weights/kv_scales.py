@@ -66,7 +66,8 @@ def read_kv_scales(source: TensorSource, model: AnyModel) -> KVScales | None:
             names[found] = name
     by_group = tuple(np.ones((2, spec.num_layers, spec.num_kv_heads), np.float32) for spec in model.kv_specs())
     counted = 0
-    places = [(i, place) for i, place in enumerate(model.kv_layers()) if not place.reuses]
+    at = model.kv_layers()
+    places = [(i, at[i]) for i in model.layers if not at[i].reuses]
     for layer, place in places:
         own = _of_layer(source, names, layer)
         counted += bool(own)

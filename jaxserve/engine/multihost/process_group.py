@@ -12,12 +12,13 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
 import msgspec
 
+from jaxserve.api_types import StageTimes
 from jaxserve.config.schema import EngineConfig
 from jaxserve.engine.multihost.coordinator_proxy import start_proxy
 from jaxserve.engine.multihost.peer_connection import SILENCE_TIMEOUT, MessageKind, PeerConnection
@@ -39,9 +40,11 @@ class ProcessExit(msgspec.Struct, frozen=True):
 
 
 class ProcessStatus(msgspec.Struct, frozen=True):
-    """The content of a heartbeat: the number of compiles that the process made after it was ready."""
+    """The content of a heartbeat: the number of compiles that the process made after it was ready, and the times of the
+    pipeline stages that it has, by number."""
 
     compiles: int = 0
+    stages: dict[int, StageTimes] = {}
 
 
 class Decision(msgspec.Struct, frozen=True):
@@ -71,6 +74,8 @@ class ProcessGroup:
         self._is_leaving = False
         self.own_compiles: Callable[[], int] = int
         """Returns the compiles of this process after it was ready, for the others to know."""
+        self.own_stage_times: Callable[[], Mapping[int, StageTimes]] = dict
+        """Returns the times of the pipeline stages of this process, for the others to know."""
         ranks = range(1, self.count) if self.is_leader else [0]
         self._peers = [self._peer(rank, connected) for rank, connected in zip(ranks, sockets, strict=True)]
         for peer in self._peers:
@@ -98,8 +103,16 @@ class ProcessGroup:
     @property
     def peer_compiles(self) -> int:
         """Compiles that connected processes have made after they were ready, as of their last heartbeats."""
+        return sum(status.compiles for status in self._statuses())
+
+    @property
+    def peer_stage_times(self) -> dict[int, StageTimes]:
+        """The times of the pipeline stages of connected processes by number, as of their last heartbeats."""
+        return {number: times for status in self._statuses() for number, times in status.stages.items()}
+
+    def _statuses(self) -> list[ProcessStatus]:
         statuses = [peer.peer_status for peer in self._peers]
-        return sum(msgspec.msgpack.decode(status, type=ProcessStatus).compiles for status in statuses if status)
+        return [msgspec.msgpack.decode(status, type=ProcessStatus) for status in statuses if status]
 
     def broadcast(self, command: bytes) -> None:
         """Send a command to every follower, in order and without waiting."""
@@ -191,8 +204,11 @@ class ProcessGroup:
             connected,
             on_lost=lambda reason: self._on_lost(f"{name} is lost: {reason}"),
             on_exit=lambda body: self._on_exit(name, msgspec.msgpack.decode(body, type=ProcessExit)),
-            own_status=lambda: msgspec.msgpack.encode(ProcessStatus(self.own_compiles())),
+            own_status=lambda: msgspec.msgpack.encode(self._status()),
         )
+
+    def _status(self) -> ProcessStatus:
+        return ProcessStatus(self.own_compiles(), dict(self.own_stage_times()))
 
     def _on_lost(self, reason: str) -> None:
         if not self._is_leaving:

@@ -4,7 +4,8 @@ The `data` axis divides the devices into ranks: the state has a leading axis of 
 input belongs to one rank. The axes `expert` and `tensor` together divide a rank into shards (`TENSOR_AXES`): heads, MLP
 and vocabulary are split over both, all shards get the same input, and `layers` and `sampling` say what they exchange.
 The experts of a mixture are split over `expert`, and each expert over `tensor`. With data-parallel attention, experts
-are split over the ranks too, which then exchange tokens; else ranks exchange nothing. The name `stage` is reserved.
+are split over the ranks too, which then exchange tokens; else ranks exchange nothing. A pipeline stage is a mesh of its
+own; `programs/transfers.py` joins two of them along the axis `stage`.
 `sizing/mesh_validation.py` checks which mesh shapes a model allows.
 """
 
@@ -53,6 +54,14 @@ def make_mesh(devices: Sequence[Any], *, data: int = 1, tensor: int = 1, expert:
     """Return a mesh of the first `data * tensor` devices, which need not be attached (see `axis_sizes`)."""
     axes = axis_sizes(data=data, tensor=tensor, expert=expert)
     return Mesh(np.array(list(devices[: data * tensor])).reshape(*axes.values()), tuple(axes))
+
+
+def make_stage_meshes(
+    devices: Sequence[Any], stages: int, *, data: int = 1, tensor: int = 1, expert: int = 1
+) -> list[Mesh]:
+    """Return the mesh of each pipeline stage, which have the devices in order."""
+    each = data * tensor
+    return [make_mesh(devices[stage * each :], data=data, tensor=tensor, expert=expert) for stage in range(stages)]
 
 
 def partition(axes: tuple[str | None, ...]) -> PartitionSpec:

@@ -55,16 +55,20 @@ def log_weights(deployment: Deployment) -> None:
         )
 
 
-def log_kv_scales(deployment: Deployment, scales: KVScales | None) -> None:
-    """Log where the scales of an fp8 KV cache come from."""
+def log_kv_scales(deployment: Deployment, scales: Sequence[KVScales | None]) -> None:
+    """Log where the scales of an fp8 KV cache come from; `scales` are those of each pipeline stage."""
     dtype = deployment.state.kv[0].keys.dtype
     if deployment.config.calculate_kv_scales:
         origin = "will be calculated from the first prompts"
-    elif scales is None:
+    elif not any(scales):
         origin = (
             f"are 1, as the checkpoint has none: values beyond {largest_float8(dtype):g} are clipped; "
             "--calculate-kv-scales takes them from the first prompts"
         )
     else:
-        origin = f"come from the checkpoint, for {scales.num_layers} of {scales.num_kv_layers} layers"
+        counted, layers = (
+            sum(one.num_layers for one in scales if one),
+            sum(one.num_layers for one in deployment.kv_specs),
+        )
+        origin = f"come from the checkpoint, for {counted} of {layers} layers"
     logger.info("KV cache: %s; its scales %s", dtype.name, origin)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -14,6 +14,7 @@ from jaxserve.api_types import SamplingParams, StageTimes, TokenLogprobs
 from jaxserve.observability.timeline import Timeline
 from jaxserve.runtime.execution.device_commands import DeviceCommands, Pages
 from jaxserve.runtime.execution.expert_tokens import ExpertTokens
+from jaxserve.runtime.execution.step_order import StepOrder
 from jaxserve.runtime.programs.compile_counter import CompileCounter
 from jaxserve.runtime.programs.table import KINDS
 from jaxserve.runtime.step import batch as batches
@@ -49,25 +50,34 @@ class _DrawsInFlight:
     output: DrawOutput
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class _InFlight:
-    """A dispatched step.
+    """A dispatched step, with its `number` if it has chunks. It gets an `output` when all its programs have started.
 
-    If its output has log probabilities, `sampling[i]` is kept for chunk i, as another request may have its slot by
-    `collect`.
+    If that has log probabilities, `sampling[i]` is kept for chunk i, as another request may have its slot by `collect`.
     """
 
     plan: StepPlan
     sampling: list[SamplingParams]
-    output: StepOutput | None
     drawn: _DrawsInFlight | None
+    number: int | None = None
+    output: StepOutput | None = None
+
+    def receive(self, output: StepOutput) -> None:
+        """Take the output, and start to copy to the host what is wanted of it."""
+        if output.logprobs is not None or output.prompt_logprobs is not None:
+            output = _without_unwanted(output, self.sampling)
+        for array in jax.tree.leaves((output.tokens, output.logprobs, output.prompt_logprobs)):
+            array.copy_to_host_async()
+        self.output = output
 
 
 class DeviceExecutor:
     """Turns plans into commands, in the order of `dispatch`. If a program raises, the state is lost.
 
     `timeline` records the phases of a step. `substitute` returns the program to run instead of one that could not be
-    loaded. `remote_compiles` returns how many programs the other processes of the mesh have compiled. With
+    loaded. `remote_compiles` returns how many programs the other processes of the mesh have compiled, and
+    `remote_stage_times` the times of the pipeline stages that they have. With
     `calculates_kv_scales`, the first prompts decide the scales of the KV cache, before the first page is written.
     `expert_tokens` counts the tokens of a mixture's experts.
     """
@@ -79,6 +89,7 @@ class DeviceExecutor:
         timeline: Timeline | None = None,
         substitute: Callable[[ProgramKey], ProgramKey] = lambda key: key,
         remote_compiles: Callable[[], int] = int,
+        remote_stage_times: Callable[[], Mapping[int, StageTimes]] = dict,
         *,
         calculates_kv_scales: bool = False,
         expert_tokens: ExpertTokens | None = None,
@@ -90,8 +101,10 @@ class DeviceExecutor:
         self._sampling: dict[tuple[int, int], SamplingParams] = {}
         self._compiles = CompileCounter()
         self._remote_compiles = remote_compiles
+        self._remote_stage_times = remote_stage_times
         self._lacks_kv_scales = calculates_kv_scales
         self._expert_tokens = expert_tokens or ExpertTokens()
+        self._order = StepOrder() if capacity.num_stages > 1 else None
 
     @property
     def capacity(self) -> Capacity:
@@ -109,7 +122,10 @@ class DeviceExecutor:
 
     def stage_times(self) -> tuple[StageTimes, ...]:
         """Return the times of the pipeline stages so far, () if there is only one."""
-        return ()
+        if self._order is None:
+            return ()
+        found = {**self._remote_stage_times(), **self._commands.stage_times()}
+        return tuple(found.get(stage, StageTimes()) for stage in range(self._capacity.num_stages))
 
     def connect(self) -> None:
         """Run a step without requests: processes connect to each other before a request has to wait for it."""
@@ -129,9 +145,17 @@ class DeviceExecutor:
                 case ("write_pages", int(group), _):
                     self._commands.load(group, none, none)
                 case _:
-                    packed = KINDS[key.kind].empty_input(self._capacity, key)
-                    jax.block_until_ready(self._commands.run(key, packed))
+                    jax.block_until_ready(self._run_empty(key))
         self._commands.store_arrived()
+
+    def _run_empty(self, key: ProgramKey) -> object:
+        """Run a program without requests, and return its output."""
+        packed = KINDS[key.kind].empty_input(self._capacity, key)
+        if not KINDS[key.kind].is_step:
+            return self._commands.run(key, packed)
+        received: list[object] = []
+        self._commands.finish(self._commands.start(key, packed, -1, received.append))
+        return received
 
     def dispatch(self, plan: StepPlan) -> _InFlight:
         """Copy pages, open slots, then start the step.
@@ -155,19 +179,20 @@ class DeviceExecutor:
             with self._timeline.span("dispatch"):
                 drawn = self._draw(plan.draws)
             if not plan.chunks:
-                return _InFlight(plan, [], None, drawn)
+                return _InFlight(plan, [], drawn)
         with self._timeline.span("build"):
             key = self._substitute(batches.choose_program(plan, self._capacity))
             packed = batches.pack_step(plan, batches.step_shape(key, self._capacity), self._capacity)
         with self._timeline.span("dispatch"):
-            output: StepOutput = self._commands.run(key, packed)
-            sampling: list[SamplingParams] = []
-            if output.logprobs is not None or output.prompt_logprobs is not None:
+            sampling = []
+            if not key.greedy:
                 sampling = [self._sampling[chunk.rank, chunk.slot] for chunk in plan.chunks]
-                output = _without_unwanted(output, sampling)
-            for array in jax.tree.leaves((output.tokens, output.logprobs, output.prompt_logprobs)):
-                array.copy_to_host_async()
-        return _InFlight(plan, sampling, output, drawn)
+            step = _InFlight(plan, sampling, drawn)
+            after = -1 if self._order is None else self._order.last_decoded(plan.chunks)
+            step.number = self._commands.start(key, packed, after, step.receive)
+            if self._order is not None:
+                self._order.add(plan.chunks, step.number)
+        return step
 
     def collect_draws(self, handle: object) -> DrawResult:
         """Wait for the draws before a step and return what they drew."""
@@ -187,9 +212,11 @@ class DeviceExecutor:
         """Wait for a step and return the results of its chunks."""
         assert isinstance(handle, _InFlight)
         self._commands.store_arrived()
-        output = handle.output
-        if output is None:
+        if handle.number is None:
             return StepResult(tokens=[], logprobs={}, prompt_logprobs={})
+        self._commands.finish(handle.number)
+        output = handle.output
+        assert output is not None
         with self._timeline.span("wait"):
             tokens = np.asarray(output.tokens)
             logprobs = _fetch(output.logprobs)
@@ -237,7 +264,8 @@ class DeviceExecutor:
     def _draw(self, draws: list[Draw]) -> _DrawsInFlight:
         """Start the program that draws within grammars."""
         key, packed, rows = pack_draws(draws, self._capacity)
-        output: DrawOutput = self._commands.run(key, packed)
+        after = -1 if self._order is None else self._order.last_of(draws)
+        output: DrawOutput = self._commands.run(key, packed, after)
         sampling = [self._sampling[draw.rank, draw.slot] for draw in draws]
         if all(one.logprobs is None for one in sampling):
             output = dataclasses.replace(output, logprobs=None)
@@ -248,9 +276,11 @@ class DeviceExecutor:
     def _draft(self, plan: StepPlan) -> None:
         """Run the programs of a draft model that precede the step."""
         if plan.draft_reads:
-            self._commands.run(*pack_reads(plan.draft_reads, self._capacity))
+            after = -1 if self._order is None else self._order.last_of(plan.draft_reads)
+            self._commands.run(*pack_reads(plan.draft_reads, self._capacity), after)
         if plan.draft_steps:
-            self._commands.run(*pack_drafts(plan, self._capacity))
+            after = -1 if self._order is None else self._order.last_decoded(plan.chunks)
+            self._commands.run(*pack_drafts(plan, self._capacity), after)
 
     def _split_copies(self, copies: list[PageCopy]) -> Iterator[tuple[int, Pages, Pages]]:
         """Split copies into commands; yields the KV group of a command, and its sources and targets by rank."""

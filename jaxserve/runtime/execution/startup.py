@@ -81,6 +81,14 @@ def open_readers(deployment: Deployment, source: ModelSource) -> list[WeightRead
     return readers
 
 
+def readers_of_part(whole: Deployment, part: Deployment, readers: Sequence[WeightReader]) -> list[WeightReader]:
+    """Return the readers of a pipeline stage, from those of the whole deployment."""
+    if part is whole:
+        return list(readers)
+    model, *draft = readers
+    return [model.of_part(whole.params, part.params), *(draft if part.drafting is not None else ())]
+
+
 def _check_own_layer(source: ModelSource, config: EngineConfig, part: str) -> None:
     """Raise `ConfigError` if a checkpoint has nothing of the layer that drafts, though its config counts one."""
     if config.load_format == "dummy":

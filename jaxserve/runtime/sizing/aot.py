@@ -56,7 +56,7 @@ def deploy_on_device(config: EngineConfig) -> tuple[Deployment, ProgramBuilder]:
     model = read_model(config.model)
     deployment = deploy_or_advise(config, model, facts, read_stored(config, model))
     mesh = make_mesh(devices, **deployment.mesh_sizes)
-    deployment = size_pool_by_compiler(deployment, mesh, None)
+    deployment = size_pool_by_compiler(deployment, {0: mesh}, None)
     return deployment, deployment.builder(mesh)
 
 
@@ -69,7 +69,7 @@ def deploy_for_bundle(config: EngineConfig, name: str) -> tuple[Deployment, Prog
         raise ConfigError(f"--output and --target {name}: only programs for NVIDIA GPUs are kept without a device")
     deployment = deploy_on_target(config, name)
     mesh = builder_for_target(deployment, name).mesh
-    deployment = size_pool_by_compiler(deployment, mesh, None)
+    deployment = size_pool_by_compiler(deployment, {0: mesh}, None)
     return deployment, deployment.builder(mesh)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,18 +21,21 @@ from jaxserve.errors import ConfigError
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.dtypes import dtype_of, kv_dtype_of
 from jaxserve.models.layout import AnyModel, LaidOutModel
-from jaxserve.models.registry import abstract_params, parse_model_config
+from jaxserve.models.registry import abstract_params, parse_model_config, stage_params
 from jaxserve.params import KVSpec
 from jaxserve.quant import Shards, Stored, WeightChoice, choose_weights, hold_weights, method_of, stored_by_config
 from jaxserve.runtime.devices.device import DeviceFacts
 from jaxserve.runtime.devices.mesh import axis_sizes, device_bytes
 from jaxserve.runtime.programs.builder import ProgramBuilder
-from jaxserve.runtime.programs.table import program_keys
+from jaxserve.runtime.programs.table import KINDS, program_keys
+from jaxserve.runtime.programs.transfers import TransferBuilder, feedbacks, handoffs
 from jaxserve.runtime.sizing import determinism
 from jaxserve.runtime.sizing.drafting import Drafting, plan_drafting
 from jaxserve.runtime.sizing.fitted_sizes import fit_sizes
+from jaxserve.runtime.sizing.memory import InsufficientMemoryError
 from jaxserve.runtime.sizing.mesh_validation import check_mesh
 from jaxserve.runtime.sizing.sizes import Sizes, attention_problem
+from jaxserve.runtime.sizing.stages import divide_layers
 from jaxserve.runtime.step.program import ProgramKey, StepContext
 from jaxserve.runtime.step.state import DeviceState, state_specs
 from jaxserve.step_plan import Capacity
@@ -50,6 +54,9 @@ class Deployment:
     tells how the checkpoint stores its tensors, if they may be quantized. `weights` tells how the weights of linear
     layers are held. `nondeterminism` is the reason why the bits of a request depend on the batch, or empty if they
     don't. `drafting` says how drafts are made, None without speculation.
+
+    With several pipeline stages, `stages` are their deployments: each has the model, the parameters and the state of a
+    stage, and all have the same capacity. The whole one has the sizes of the stage that has most to hold.
     """
 
     config: EngineConfig
@@ -65,6 +72,12 @@ class Deployment:
     weights: WeightChoice = dataclasses.field(default_factory=WeightChoice)
     nondeterminism: str = ""
     drafting: Drafting | None = None
+    stages: tuple[Deployment, ...] = ()
+
+    @property
+    def parts(self) -> tuple[Deployment, ...]:
+        """The deployments of the stages, or this one if it has none."""
+        return self.stages or (self,)
 
     @property
     def tensor(self) -> int:
@@ -83,7 +96,7 @@ class Deployment:
 
     @property
     def mesh_sizes(self) -> dict[str, int]:
-        """The sizes of its mesh, as `make_mesh` takes them."""
+        """The sizes of its mesh, or of that of each stage, as `make_mesh` takes them."""
         return {"data": self.data, "tensor": self.tensor, "expert": self.divided.expert}
 
     @property
@@ -93,13 +106,13 @@ class Deployment:
 
     @property
     def num_devices(self) -> int:
-        """The number of devices of its mesh."""
-        return self.data * self.tensor
+        """The number of devices of its mesh, or of the meshes of all stages."""
+        return self.divided.num_devices
 
     @property
     def dense_bytes(self) -> int:
         """Bytes that the weights would take on a device if none were quantized."""
-        own = abstract_params(self.model, self.dtype)
+        own = stage_params(abstract_params(self.model, self.dtype), self.model)
         return device_bytes((own, None if self.drafting is None else self.drafting.dense), self.axis_sizes)
 
     @property
@@ -122,10 +135,12 @@ class Deployment:
         """The keys of all its programs.
 
         On a CPU, a greedy decode program that looks up drafts is slower than the one with the sampler, so it is left
-        out.
+        out. So it is where nothing is drawn, on pipeline stages before the last one.
         """
         keys = program_keys(self.config, self.capacity)
-        if self.drafting is None or self.device.platform != "cpu":
+        if not self.model.draws:
+            return [key for key in keys if not (key.greedy or KINDS[key.kind].where_drawn)]
+        if not self.capacity.max_drafts or self.device.platform != "cpu":
             return keys
         return [key for key in keys if not key.greedy]
 
@@ -140,8 +155,26 @@ class Deployment:
         """Return the builder of its programs for a mesh of its devices, which need not be attached."""
         sample_rows = _CPU_SAMPLE_ROWS if self.device.platform == "cpu" else None
         drafter = None if self.drafting is None else self.drafting.drafter
-        context = StepContext(self.model, self.backend, sample_rows, drafter)
-        return ProgramBuilder(context, self.capacity, mesh, self.all_params, self.state, self.config.nnodes)
+        context = StepContext(self.model, self.backend, sample_rows, drafter, self.dtype)
+        return ProgramBuilder(context, self.capacity, mesh, self.all_params, self.state, self.num_processes)
+
+    def transfer_builders(self, meshes: Sequence[Mesh]) -> list[TransferBuilder]:
+        """Return the builders of the transfers between its stages, which have these meshes: from each to the next one,
+        last from the last one to the first."""
+        shapes = [part.builder(mesh).shapes for part, mesh in zip(self.stages, meshes, strict=True)]
+        several, keys = self.config.nnodes > 1, self.stages[-1].program_keys
+        found = [handoffs(one, keys) for one in shapes[:-1]]
+        found.append(feedbacks(shapes[-1], keys, results=several, gathered=self.num_processes > 1))
+        targets = [*meshes[1:], meshes[0]]
+        return [
+            TransferBuilder(source, target, self.capacity, trees, self.config.nnodes)
+            for source, target, trees in zip(meshes, targets, found, strict=True)
+        ]
+
+    @property
+    def num_processes(self) -> int:
+        """The number of processes that share its mesh, or that of each stage."""
+        return max(1, self.config.nnodes // self.divided.stages)
 
 
 def read_model(model: str) -> ModelConfig:
@@ -197,35 +230,82 @@ def deploy(
     nondeterminism = determinism.why_nondeterministic(device.platform, backend, weights, dtype.name, divided.tensor)
     if config.enable_deterministic_inference and nondeterminism:
         raise ConfigError(f"enable_deterministic_inference: {nondeterminism}")
-    drafter = None if drafting is None else drafting.drafter
-    describe = functools.partial(
-        state_specs, laid_out, kv_dtype=kv_dtype, dtype=dtype, platform=kv_platform(backend), drafter=drafter
-    )
-    sizes = fit_sizes(
-        config,
-        laid_out,
-        device,
-        divided,
-        backend=backend,
-        describe=describe,
-        params=(params, None if drafting is None else drafting.params),
-        kv_dtype=kv_dtype,
-        activations=activations,
-    )
-    return Deployment(
-        config=config,
-        model=laid_out,
-        device=device,
-        dtype=dtype,
-        backend=backend,
-        sizes=sizes,
+
+    def deployment(model: AnyModel, most_pages: Sequence[int] | None = None) -> Deployment:
+        own = stage_params(params, model, embeds=model.draws and drafting is not None and drafting.needs_embedding)
+        drafts = drafting if model.draws else None
+        describe = functools.partial(
+            state_specs,
+            model,
+            kv_dtype=kv_dtype,
+            dtype=dtype,
+            platform=kv_platform(backend),
+            drafter=None if drafts is None else drafts.drafter,
+        )
+        sizes = fit_sizes(
+            config,
+            model,
+            device,
+            divided,
+            backend=backend,
+            describe=describe,
+            params=(own, None if drafts is None else drafts.params),
+            kv_dtype=kv_dtype,
+            activations=activations,
+            most_pages=most_pages,
+        )
+        return Deployment(
+            config=config,
+            model=model,
+            device=device,
+            dtype=dtype,
+            backend=backend,
+            sizes=sizes,
+            params=own,
+            state=describe(sizes.capacity),
+            divided=divided,
+            stored=types,
+            weights=weights,
+            nondeterminism=nondeterminism,
+            drafting=drafts,
+        )
+
+    if divided.stages == 1:
+        return deployment(laid_out)
+    axes = axis_sizes(data=divided.data, tensor=divided.tensor, expert=divided.expert)
+    stages = divide_layers(config, laid_out, params, axes, drafting=None if drafting is None else drafting.params)
+    return _join_stages([dataclasses.replace(laid_out, stage=stage) for stage in stages], deployment, params, drafting)
+
+
+def _join_stages(
+    models: Sequence[AnyModel],
+    deployment: Callable[[AnyModel, Sequence[int] | None], Deployment],
+    params: Any,
+    drafting: Drafting | None,
+) -> Deployment:
+    """Return the deployment of all stages, with as many pages as the stage with the fewest has room for."""
+
+    def fit(model: AnyModel, most_pages: Sequence[int] | None) -> Deployment:
+        try:
+            return deployment(model, most_pages)
+        except InsufficientMemoryError as error:
+            stage = model.stage
+            assert stage is not None
+            layers = f"layers {stage.first} to {stage.end - 1}"
+            raise InsufficientMemoryError(f"stage {stage.index} of {stage.count}, with {layers}: {error}") from None
+
+    alone = [fit(model, None) for model in models]
+    fullest = min(alone, key=lambda one: one.capacity.num_pages)
+    parts = [fit(model, fullest.capacity.pages_by_group) for model in models]
+    bound = any(part.sizes.memory_bound for part in alone)
+    parts = [dataclasses.replace(one, sizes=dataclasses.replace(one.sizes, memory_bound=bound)) for one in parts]
+    assert all(part.capacity == parts[0].capacity for part in parts)
+    return dataclasses.replace(
+        parts[fullest.model.stage.index],  # type: ignore[union-attr]
+        model=dataclasses.replace(fullest.model, stage=None),
         params=params,
-        state=describe(sizes.capacity),
-        divided=divided,
-        stored=types,
-        weights=weights,
-        nondeterminism=nondeterminism,
         drafting=drafting,
+        stages=tuple(parts),
     )
 
 

@@ -59,6 +59,11 @@ class Drafting:
         return head.taps if isinstance(head, eagle.Config) else ()
 
     @property
+    def needs_embedding(self) -> bool:
+        """Whether it needs the embedding of the model, as a head does."""
+        return isinstance(self.drafter, DraftModel) and self.drafter.is_head
+
+    @property
     def dense(self) -> Any:
         """The parameters of the draft model as if none were quantized."""
         return None if self.model is None else abstract_params(self.model, self.dtype)

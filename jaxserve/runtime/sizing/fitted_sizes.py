@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -33,10 +33,12 @@ def fit_sizes(
     params: Any,
     kv_dtype: np.dtype,
     activations: int | None,
+    most_pages: Sequence[int] | None = None,
 ) -> Sizes:
     """Return sizes with which `params`, and the state that `describe` gives for a capacity, fit the memory.
 
-    `activations` is the working memory of the programs in bytes, if it is known. Raises `ConfigError`.
+    `activations` is the working memory of the programs in bytes, if it is known. No KV group has more than `most_pages`
+    of it. Raises `ConfigError`.
     """
     axes = axis_sizes(data=divided.data, tensor=divided.tensor, expert=divided.expert)
     slot_bytes, page_bytes = _slot_and_page_bytes(describe, config, model, divided.data, axes)
@@ -50,7 +52,7 @@ def fit_sizes(
         activations=activations,
         divided=divided,
     )
-    wanted = resolve(config)
+    wanted = resolve(config, most_pages=most_pages)
     most_pages = _addressable_pages(backend, model, wanted.capacity, kv_dtype)
     if not any(map(operator.lt, most_pages, wanted.capacity.pages_by_group)):
         return wanted

@@ -59,14 +59,15 @@ def plan_pool(
     max_running: int,
     chunk: int = 0,
     windows: Sequence[int | None] = (None,),
+    whole_sequences: bool = True,
     most_pages: Sequence[int] | None = None,
     num_devices: int = 1,
 ) -> PoolPlan:
     """Size the pools from `--max-total-tokens` or from memory, and fit the context length to them.
 
-    `windows` are those of the KV groups, and `most_pages` the most pages that each may have. A rank prefills at most
-    `chunk` tokens in a step. Raises `ConfigError` for sizes that don't fit, `InsufficientMemoryError` if no memory is
-    left for the cache.
+    `windows` are those of the KV groups, and `most_pages` the most pages that each may have. Without
+    `whole_sequences`, all layers of the model have windows. A rank prefills at most `chunk` tokens in a step.
+    Raises `ConfigError` for sizes that don't fit, `InsufficientMemoryError` if no memory is left for the cache.
     """
     wanted = config.context_length or model_context
     longest = longest_context or model_context
@@ -74,13 +75,13 @@ def plan_pool(
         raise ConfigError(
             f"context_length={wanted} is longer than the model's {longest} tokens; lower --context-length"
         )
-    page, costless = config.page_size, footprint.kv_per_token[0] == 0
+    page = config.page_size
     division = KVDivision(
         footprint.kv_per_token,
         tuple(windows),
         page,
         expected_tokens(
-            wanted, windows, whole_sequences=not costless, context_is_set=config.context_length is not None
+            wanted, windows, whole_sequences=whole_sequences, context_is_set=config.context_length is not None
         ),
         max_running,
         min(chunk, wanted),
@@ -91,7 +92,7 @@ def plan_pool(
     if config.max_total_tokens is None:
         # This holds every running request at full length: more would never be used. Pages that cost nothing also hold
         # as many cached prefixes.
-        usable = max_running * division.pages_for(wanted) * (2 if costless else 1)
+        usable = max_running * division.pages_for(wanted) * (1 if whole_sequences else 2)
         if most_pages is not None:
             usable = division.largest_within(most_pages, usable)
         if platform == "cpu":

@@ -120,6 +120,7 @@ def resolve_sizes(
         max_running=running,
         chunk=min(widest, longest, config.max_prefill_tokens or longest),
         windows=[spec.window for spec in specs],
+        whole_sequences=dataclasses.replace(model, stage=None).kv_specs()[0].num_layers > 0,
         most_pages=most_pages,
         num_devices=divided.data * divided.tensor * divided.replicas,
     )
@@ -158,6 +159,7 @@ def resolve_sizes(
         max_unread=2 + drafts if config.speculative_method in HEADS else 2,
         smallest_draw=defaults.row_multiple,
         vocab_size=model.padded_vocab_size,
+        num_stages=divided.stages,
     )
     prefill = min(config.max_prefill_tokens or chunk, largest)
     step_ms = defaults.mixed_step_ms if config.max_mixed_step_ms is None else config.max_mixed_step_ms

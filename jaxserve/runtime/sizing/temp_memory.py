@@ -8,6 +8,7 @@ first start has to compile for it.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -41,13 +42,20 @@ class TempMemory(msgspec.Struct, frozen=True):
         return self.temp_bytes + self.temp_bytes // 16
 
 
-def size_pool_by_compiler(deployment: Deployment, mesh: Mesh, cache_dir: Path | None) -> Deployment:
+def size_pool_by_compiler(deployment: Deployment, meshes: Mapping[int, Mesh], cache_dir: Path | None) -> Deployment:
     """Return the deployment with a pool that leaves the working memory free; unchanged if memory isn't the limit.
 
-    Raises `ConfigError`, such as `InsufficientMemoryError` if no memory is left for the pool.
+    `meshes` are those of the parts to measure, by number. Raises `ConfigError`, such as `InsufficientMemoryError` if no
+    memory is left for the pool.
     """
     if not deployment.sizes.memory_bound:
         return deployment
+    found = [_measured(deployment.parts[number], mesh, cache_dir) for number, mesh in meshes.items()]
+    return with_temp_memory(deployment, max(found, key=lambda one: one.temp_bytes))
+
+
+def _measured(deployment: Deployment, mesh: Mesh, cache_dir: Path | None) -> TempMemory:
+    """Return the working memory of a deployment's programs, from the disk if it was measured before."""
     builder = deployment.builder(mesh)
     folder = None if cache_dir is None else trusted_folder(cache_dir / builder.fingerprint())
     name = _FILE_WITH_KV_SCALES if KV_SCALES_KEY in deployment.program_keys else _FILE
@@ -60,7 +68,7 @@ def size_pool_by_compiler(deployment: Deployment, mesh: Mesh, cache_dir: Path | 
                 measured = measure_temp_memory(deployment, builder, cache_dir)
                 if path is not None:
                     write_private(path, msgspec.json.encode(measured))
-    return with_temp_memory(deployment, measured)
+    return measured
 
 
 def with_temp_memory(deployment: Deployment, measured: TempMemory) -> Deployment:

@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Int
 
 from jaxserve.layers.batch import TokenBatch
 from jaxserve.runtime.step import verify
+from jaxserve.runtime.step.handoff import Feedback
 from jaxserve.runtime.step.input_packing import InputPacking, PackedField
 from jaxserve.runtime.step.program import ProgramKey
 from jaxserve.runtime.step.state import DeviceState, SlotColumn
@@ -165,10 +166,18 @@ def _padded(ends: Iterable[int], rows: int) -> list[int]:
 
 
 @jax.named_scope("read_input")
-def unpack_step(packed: jax.Array, state: DeviceState, shape: StepShape) -> tuple[StepInput, DeviceState]:
+def unpack_step(
+    packed: jax.Array,
+    state: DeviceState,
+    shape: StepShape,
+    feedback: Feedback | None = None,
+    seq_lens: Int[Array, " slots"] | None = None,
+) -> tuple[StepInput, DeviceState]:
     """Unpack the input inside the program, append new pages to the page tables and gather each row's state by slot.
 
-    Sequence lengths and last tokens are those on the device, as the host may be a step behind.
+    Sequence lengths and last tokens are those on the device, as the host may be a step behind. On a stage before the
+    last one, the lengths of decodes are `seq_lens`, if they aren't None. The first stage has tokens and drafts of
+    `feedback`; the tokens of a stage after it are any.
     """
     fields = step_packing(shape).unpack(packed)
     slots = state.seq_lens.shape[0]
@@ -183,21 +192,28 @@ def unpack_step(packed: jax.Array, state: DeviceState, shape: StepShape) -> tupl
     token = jnp.arange(shape.tokens, dtype=jnp.int32)
     live = row < fields["num_seqs"]
     num_decoding = fields.get("num_decoding", fields["num_seqs"])
+    lengths = state.seq_lens[row_slots]
+    if seq_lens is not None:
+        lengths = jnp.where(row < num_decoding, seq_lens[row_slots], lengths)
+    last_tokens = state.last_tokens if feedback is None else feedback.last_tokens
+    drafts = None if state.drafts is None else state.drafts.tokens
+    if feedback is not None:
+        drafts = feedback.drafts
     samples = fields["samples"] != 0 if "samples" in fields else live
     if shape.decode_only:
         starts = jnp.minimum(jnp.arange(shape.rows + 1, dtype=jnp.int32), fields["num_seqs"])
-        tokens, token_row = state.last_tokens[row_slots], token
+        tokens, token_row = last_tokens[row_slots], token
     else:
         starts = jnp.concatenate([jnp.zeros((1,), jnp.int32), fields["ends"]])
         token_row = jnp.searchsorted(fields["ends"], token, side="right", method="compare_all").astype(jnp.int32)
         token_row = jnp.minimum(token_row, shape.rows - 1)
-        if shape.max_drafts:
-            tokens = verify.tokens_to_verify(state, row_slots, token_row, token - starts[token_row])
+        if shape.max_drafts and drafts is not None:
+            tokens = verify.tokens_to_verify(last_tokens, drafts, row_slots, token_row, token - starts[token_row])
         else:
-            tokens = state.last_tokens[row_slots][token_row]
+            tokens = last_tokens[row_slots][token_row]
         if not shape.all_drawn:
             tokens = jnp.where(token_row < num_decoding, tokens, fields["tokens"])
-    kv_lens = jnp.where(live, state.seq_lens[row_slots] + starts[1:] - starts[:-1], 0)
+    kv_lens = jnp.where(live, lengths + starts[1:] - starts[:-1], 0)
     positions = jnp.where(token < starts[-1], kv_lens[token_row] - starts[token_row + 1] + token, 0)
     ints = state.sampling.ints[row_slots]
     batch = TokenBatch(

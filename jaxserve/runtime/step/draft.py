@@ -21,11 +21,13 @@ from jaxtyping import Array, Float, Int
 
 from jaxserve.layers.batch import TokenBatch
 from jaxserve.models.registry import family, forward
+from jaxserve.runtime.devices.mesh import partitions
 from jaxserve.runtime.step.buckets import smallest_fitting
 from jaxserve.runtime.step.draft_model import DraftModel
 from jaxserve.runtime.step.features import kept_features
+from jaxserve.runtime.step.handoff import feedback_of
 from jaxserve.runtime.step.input_packing import InputPacking, PackedField
-from jaxserve.runtime.step.program import ProgramKey, ProgramKind, RankFunction, StepContext
+from jaxserve.runtime.step.program import ProgramKey, ProgramKind, RankFunction, Shapes, StepContext
 from jaxserve.runtime.step.sampling import DrawnRows
 from jaxserve.runtime.step.state import DeviceState, SlotColumn
 from jaxserve.runtime.step.step import sample_rows
@@ -116,10 +118,15 @@ def _make(context: StepContext, capacity: Capacity, key: ProgramKey) -> RankFunc
     assert isinstance(drafter, DraftModel)
     run = _draft if key.kind == "draft" else _read
 
-    def draft(params: Any, state: DeviceState, packed: jax.Array) -> tuple[DeviceState, tuple[()]]:
-        return run(_DraftingModel(context, drafter, *params), state, packing.unpack(packed), key.size), ()
+    def draft(params: Any, state: DeviceState, packed: jax.Array) -> tuple[DeviceState, Any]:
+        state = run(_DraftingModel(context, drafter, *params), state, packing.unpack(packed), key.size)
+        return state, feedback_of(state, context.model) or ()
 
     return draft
+
+
+def _output(shapes: Shapes, key: ProgramKey) -> Any:
+    return partitions(feedback_of(shapes.state, shapes.context.model)) or ()
 
 
 DRAFT = ProgramKind(
@@ -127,13 +134,17 @@ DRAFT = ProgramKind(
     keys=lambda capacity: [ProgramKey("draft", size) for size in capacity.draft_buckets],
     make=_make,
     packing=_packing,
+    output=_output,
+    where_drawn=True,
 )
 DRAFT_READ = ProgramKind(
     name="draft_read",
     keys=lambda capacity: [ProgramKey("draft_read", size) for size in capacity.draft_read_buckets],
     make=_make,
     packing=_packing,
+    output=_output,
     compiles_long=True,
+    where_drawn=True,
 )
 
 

@@ -22,9 +22,11 @@ from jaxtyping import Array, Int
 from jaxserve.layers.axes import DATA_AXIS
 from jaxserve.layers.vocabulary import shard_index
 from jaxserve.models.registry import family
+from jaxserve.runtime.devices.mesh import partitions
 from jaxserve.runtime.step.buckets import smallest_fitting, token_buckets
+from jaxserve.runtime.step.handoff import Feedback, feedback_of
 from jaxserve.runtime.step.input_packing import InputPacking, PackedField
-from jaxserve.runtime.step.program import ProgramKey, ProgramKind, RankFunction, StepContext
+from jaxserve.runtime.step.program import ProgramKey, ProgramKind, RankFunction, Shapes, StepContext
 from jaxserve.runtime.step.sampling import DrawnRows, Logprobs
 from jaxserve.runtime.step.state import DeviceState
 from jaxserve.runtime.step.step import sample_rows
@@ -36,10 +38,11 @@ _WORD = 32
 
 @flax.struct.dataclass
 class DrawOutput:
-    """The tokens drawn, and their log probabilities."""
+    """The tokens drawn, and their log probabilities; with pipeline stages, also what the first one needs to know."""
 
     tokens: Int[Array, " rows"]
     logprobs: Logprobs | None
+    feedback: Feedback | None = None
 
 
 def draw_sizes(capacity: Capacity) -> list[int]:
@@ -107,13 +110,19 @@ def _make(context: StepContext, capacity: Capacity, key: ProgramKey) -> RankFunc
     return lambda params, state, packed: _draw(params, state, packing.unpack(packed), context)
 
 
-_RANKS = PartitionSpec(DATA_AXIS)
+def _output(shapes: Shapes, key: ProgramKey) -> DrawOutput:
+    ranks = PartitionSpec(DATA_AXIS)
+    feedback = partitions(feedback_of(shapes.state, shapes.context.model))
+    return DrawOutput(ranks, Logprobs(ranks, ranks, ranks), feedback)  # type: ignore[arg-type]
+
+
 DRAW = ProgramKind(
     name="draw",
     keys=lambda capacity: [ProgramKey("draw", size) for size in draw_sizes(capacity)],
     make=_make,
     packing=lambda capacity, key: draw_packing(key.size, capacity.vocab_size),
-    output=lambda state_specs, key: DrawOutput(_RANKS, Logprobs(_RANKS, _RANKS, _RANKS)),  # type: ignore[arg-type]
+    output=_output,
+    where_drawn=True,
 )
 
 
@@ -122,6 +131,8 @@ def _draw(
 ) -> tuple[DeviceState, DrawOutput]:
     model = context.model
     slots, live = fields["slots"], fields["num_live"]
+    assert state.hidden is not None
+    assert state.counts is not None
     own = jnp.maximum(slots, 0)
     draws = jnp.arange(len(slots), dtype=jnp.int32) < live
     rows = DrawnRows(own, state.seq_lens[own], draws, allowed=fields["allowed"].reshape(len(slots), -1))
@@ -137,4 +148,4 @@ def _draw(
             counts=state.counts.at[jnp.where(count, slots, num_slots), columns].add(1, mode="drop"),
         )
     assert logprobs is not None
-    return state, DrawOutput(tokens, logprobs)
+    return state, DrawOutput(tokens, logprobs, feedback_of(state, model))

@@ -16,7 +16,7 @@ import numpy as np
 from jaxserve.layers.batch import replace_pool
 from jaxserve.runtime.devices.mesh import partitions
 from jaxserve.runtime.step.input_packing import InputPacking, PackedField
-from jaxserve.runtime.step.program import ProgramKey, ProgramKind, RankFunction, StepContext
+from jaxserve.runtime.step.program import ProgramKey, ProgramKind, RankFunction, Shapes, StepContext
 from jaxserve.runtime.step.state import ArraySpec, DeviceState
 from jaxserve.step_plan import Capacity
 from pallas_kernels.paged_attention import read_pages, write_pages
@@ -108,14 +108,14 @@ def _kind(name: str, **fields: Any) -> ProgramKind:
     )
 
 
-def _rows(state_specs: DeviceState, key: ProgramKey) -> tuple[ArraySpec, ...]:
-    return row_specs(state_specs, key.size)
+def _rows(shapes: Shapes, key: ProgramKey) -> tuple[ArraySpec, ...]:
+    return row_specs(shapes.state, key.size)
 
 
 READ_PAGES = _kind(
     "read_pages",
     make=_make_read,
-    output=lambda state_specs, key: partitions(_rows(state_specs, key)),
+    output=lambda shapes, key: partitions(_rows(shapes, key)),
     stays_divided=True,
 )
 WRITE_PAGES = _kind("write_pages", make=_make_write, rows=_rows)

@@ -221,6 +221,7 @@ def update(_: Any, state: DeviceState, packed: jax.Array) -> tuple[DeviceState, 
 def adjust(_: Any, state: DeviceState, packed: jax.Array) -> tuple[DeviceState, tuple[()]]:
     """Clear the counts of penalized slots, then set counts of tokens and biases of one rank."""
     fields = ADJUST.unpack(packed)
+    assert state.counts is not None
     ids = shard_index(fields["count_ids"], state.counts.shape[1])
     counts = _set(state.counts, (fields["penalized_slots"],), 0)
     biases = {
@@ -273,6 +274,7 @@ SLOT_UPDATES = (
         make=lambda context, capacity, key: adjust,
         packing=lambda capacity, key: ADJUST,
         takes_weights=False,
+        where_drawn=True,
     ),
     ProgramKind(
         name="read_prompts",
@@ -280,6 +282,7 @@ SLOT_UPDATES = (
         make=_make_read_prompts,
         packing=lambda capacity, key: READ_PROMPTS,
         takes_weights=False,
+        where_drawn=True,
     ),
 )
 

@@ -81,7 +81,8 @@ class DeviceState:
 
     `hidden` is the hidden state of the last token of each slot that a grammar constrains, from which its next one is
     drawn. `counts` says how often each token was output; its sign bit is set for tokens of the prompt. Rows of slots
-    without penalties hold anything, as only penalties read them.
+    without penalties hold anything, as only penalties read them. Of several pipeline stages, only the last one has
+    these two.
     """
 
     kv: KVPools
@@ -89,8 +90,8 @@ class DeviceState:
     seq_lens: Int[Array, " slots"]
     page_tables: tuple[Int[Array, "slots max_pages"], ...]
     sampling: SamplingRows
-    counts: Int[Array, "slots vocab"]
-    hidden: Float[Array, "slots dim"]
+    counts: Int[Array, "slots vocab"] | None
+    hidden: Float[Array, "slots dim"] | None
     expert_tokens: UInt32[Array, "mixtures experts"] | None
     drafts: Drafts | None = None
 
@@ -175,9 +176,11 @@ def state_specs(
             bias_ids=by_slot(i32, MAX_LOGIT_BIAS),
             bias_values=by_slot(f32, MAX_LOGIT_BIAS),
         ),
-        counts=dataclasses.replace(by_slot(np.dtype(np.int16), model.padded_vocab_size), axes=("ranks", None, "vocab")),
-        hidden=by_slot(dtype, model.config.hidden_size),
-        expert_tokens=_expert_tokens_spec(model, ranks),  # type: ignore[arg-type]
+        counts=dataclasses.replace(by_slot(np.dtype(np.int16), model.padded_vocab_size), axes=("ranks", None, "vocab"))
+        if model.draws
+        else None,
+        hidden=by_slot(dtype, model.config.hidden_size) if model.draws else None,
+        expert_tokens=expert_tokens_spec(model, ranks, len(model.mixture_layers)),  # type: ignore[arg-type]
         drafts=None if drafter is None else _draft_specs(drafter, capacity, dtype, by_slot, pool),
     )
 
@@ -218,11 +221,12 @@ def _undivided(empty: ArraySpec) -> ArraySpec:
     return dataclasses.replace(empty, shape=(1, *empty.shape[1:]), axes=(None,) * len(empty.axes))
 
 
-def _expert_tokens_spec(model: AnyModel, ranks: int) -> ArraySpec | None:
-    """Return how the experts' tokens are counted: by each rank, or once if ranks have different experts."""
-    mixtures, experts = len(model.config.mixture_layers), model.config.num_experts
+def expert_tokens_spec(model: AnyModel, ranks: int, mixtures: int) -> ArraySpec | None:
+    """Return how the tokens of a number of mixtures' experts are counted: by each rank, or once if ranks have different
+    experts. None if there are no mixtures."""
     if not mixtures:
         return None
+    experts = model.config.num_experts
     over_ranks = model.experts_over_ranks
     leading, axes = (1, (None, None, "experts_of_ranks")) if over_ranks else (ranks, ("ranks", None, "experts"))
     return ArraySpec((leading, mixtures, experts), np.dtype(np.uint32), axes)

@@ -1,4 +1,4 @@
-"""The step program: embed, layers, head and sampling, over the whole mesh.
+"""The step program: embed, layers, head and sampling, over the whole mesh, or the part of a pipeline stage.
 
 Its code sees one shard of one rank: `programs/builder.py` wraps it in a `shard_map`.
 """
@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, UInt32
 
 from jaxserve.layers.axes import DATA_AXIS
+from jaxserve.layers.batch import LayerOutput
 from jaxserve.layers.vocabulary import mask_padding, shard_index
 from jaxserve.models.registry import family, forward
 from jaxserve.runtime.devices.mesh import partitions
@@ -28,10 +29,19 @@ from jaxserve.runtime.step.batch import StepInput, StepShape, step_packing, step
 from jaxserve.runtime.step.draft_model import DraftModel
 from jaxserve.runtime.step.features import keep_features
 from jaxserve.runtime.step.groups import in_groups
+from jaxserve.runtime.step.handoff import (
+    Feedback,
+    Handoff,
+    feedback_of,
+    feedback_specs,
+    hand_off,
+    handoff_specs,
+    whole_hidden,
+)
 from jaxserve.runtime.step.input_packing import InputPacking
-from jaxserve.runtime.step.program import ProgramKey, ProgramKind, RankFunction, StepContext
+from jaxserve.runtime.step.program import ProgramKey, ProgramKind, RankFunction, Shapes, StepContext
 from jaxserve.runtime.step.sampling import DrawnRows, Logprobs
-from jaxserve.runtime.step.state import DeviceState, Drafts, SlotColumn
+from jaxserve.runtime.step.state import DeviceState, Drafts, SlotColumn, expert_tokens_spec
 from jaxserve.runtime.step.verify import Drawn
 from jaxserve.step_plan import Capacity, StepKind
 from pallas_kernels.sampling import row_kernels
@@ -51,7 +61,8 @@ class StepOutput:
     The host fetches no `num_tokens`, as it knows which rows draw, and what they accept. But without this output the
     same operations of a program for one row took a CPU 10 to 20 % longer: XLA's runtime starts them in another order.
 
-    `expert_tokens` is a copy, as the next step takes the state's away.
+    `expert_tokens` is a copy, as the next step takes the state's away. With pipeline stages, it counts those of all,
+    and `feedback` is for the first one.
     """
 
     tokens: Int[Array, "rows columns"]
@@ -59,22 +70,46 @@ class StepOutput:
     logprobs: Logprobs | None
     prompt_logprobs: Logprobs | None
     expert_tokens: UInt32[Array, "mixtures experts"] | None
+    feedback: Feedback | None = None
 
 
 def _make(context: StepContext, capacity: Capacity, key: ProgramKey) -> RankFunction:
     shape = step_shape(key, capacity)
-    return lambda params, state, packed: step(params, state, packed, context, shape)
+    if context.model.draws:
+        return lambda params, state, packed, *given: step(params, state, packed, context, shape, *given)
+    return lambda params, state, packed, given: stage_step(params, state, packed, context, shape, given)
 
 
-def _output(state_specs: DeviceState, key: ProgramKey) -> StepOutput:
+def _rows(shapes: Shapes, key: ProgramKey) -> tuple[Any, ...]:
+    """Return the specs of what a pipeline stage gets from the one before it, or from the last one."""
+    model = shapes.context.model
+    if model.stage is None:
+        return ()
+    if model.embeds:
+        return (feedback_specs(model, shapes.capacity),)
+    return (handoff_of(shapes, key, before=model.stage.first),)
+
+
+def handoff_of(shapes: Shapes, key: ProgramKey, *, before: int) -> Handoff:
+    """Return the specs of what the stages before layer `before` give in a step."""
+    context, tokens = shapes.context, step_shape(key, shapes.capacity).tokens
+    return handoff_specs(context.model, shapes.capacity, tokens, context.dtype, before=before)
+
+
+def _output(shapes: Shapes, key: ProgramKey) -> StepOutput | Handoff:
+    model = shapes.context.model
+    if model.stage is not None and not model.draws:
+        return partitions(handoff_of(shapes, key, before=model.stage.end))
     ranks = PartitionSpec(DATA_AXIS)
     logprobs = Logprobs(ranks, ranks, ranks)  # type: ignore[arg-type]
+    counts = expert_tokens_spec(model, shapes.capacity.num_ranks, len(model.config.mixture_layers))
     return StepOutput(
         ranks,  # type: ignore[arg-type]
         ranks,  # type: ignore[arg-type]
         None if key.greedy else logprobs,
         logprobs if key.kind == "prompt_logprobs" else None,
-        partitions(state_specs.expert_tokens),
+        partitions(counts),
+        partitions(feedback_of(shapes.state, model)),
     )
 
 
@@ -88,7 +123,9 @@ def _kind(name: StepKind, **fields: Any) -> ProgramKind:
     def packing(capacity: Capacity, key: ProgramKey) -> InputPacking:
         return step_packing(step_shape(key, capacity))
 
-    return ProgramKind(name=name, keys=keys, make=_make, packing=packing, output=_output, is_step=True, **fields)
+    return ProgramKind(
+        name=name, keys=keys, make=_make, packing=packing, output=_output, rows=_rows, is_step=True, **fields
+    )
 
 
 STEPS = (
@@ -99,14 +136,57 @@ STEPS = (
 )
 
 
+def stage_step(
+    params: Any,
+    state: DeviceState,
+    packed: jax.Array,
+    context: StepContext,
+    shape: StepShape,
+    given: Feedback | Handoff,
+) -> tuple[DeviceState, Handoff]:
+    """Run the part of a step that a pipeline stage before the last one computes, for one rank."""
+    model = context.model
+    feedback, before = (given, None) if isinstance(given, Feedback) else (None, given)
+    inputs, state = batches.unpack_step(packed, state, shape, feedback, given.seq_lens)
+    if before is None:
+        x = family(model).embed(model, params, inputs.batch)
+    else:
+        x = whole_hidden(before, model.config.hidden_size)
+    out = forward(model, params, x, inputs.batch, state.kv, context.backend)
+    with jax.named_scope("write_state"):
+        state = dataclasses.replace(
+            state,
+            kv=out.kv,
+            seq_lens=state.seq_lens.at[inputs.slots].set(inputs.batch.kv_lens, mode="drop"),
+            expert_tokens=_counted(state, out),
+        )
+    return state, hand_off(out.hidden, state, before, feedback, context.dtype)
+
+
+def _counted(state: DeviceState, out: LayerOutput) -> UInt32[Array, "mixtures experts"] | None:
+    """Return how many tokens each expert has computed, with those of a step."""
+    loads = state.expert_tokens
+    if loads is not None and out.expert_tokens is not None:
+        loads += out.expert_tokens.astype(jnp.uint32)
+    return loads
+
+
 def step(
-    params: Any, state: DeviceState, packed: jax.Array, context: StepContext, shape: StepShape
+    params: Any,
+    state: DeviceState,
+    packed: jax.Array,
+    context: StepContext,
+    shape: StepShape,
+    before: Handoff | None = None,
 ) -> tuple[DeviceState, StepOutput]:
-    """Run the step of one rank."""
+    """Run the step of one rank; on the last of several pipeline stages, its last part, after those `before`."""
     model = family(context.model)
     all_params, params = params, context.own_weights(params)
     inputs, state = batches.unpack_step(packed, state, shape)
-    x = model.embed(context.model, params, inputs.batch)
+    if before is None:
+        x = model.embed(context.model, params, inputs.batch)
+    else:
+        x = whole_hidden(before, context.model.config.hidden_size)
     out = forward(context.model, params, x, inputs.batch, state.kv, context.backend)
     hidden, drafter = out.hidden, context.drafter
     if isinstance(drafter, DraftModel) and drafter.is_head:
@@ -122,6 +202,7 @@ def step(
     drawn, logprobs = _draw(model, params, hidden, inputs, state, context, shape)
     with jax.named_scope("write_state"):
         slots = jnp.where(inputs.samples, inputs.slots, state.seq_lens.shape[0])
+        assert state.counts is not None
         counts = state.counts
         tokens, last = drawn.tokens, drawn.tokens[:, 0]
         if not shape.key.greedy:
@@ -130,9 +211,6 @@ def step(
             counts = counts.at[at, shard_index(tokens.reshape(-1), counts.shape[1])].add(1, mode="drop")
         if shape.max_drafts:
             last = jnp.take_along_axis(tokens, drawn.counts[:, None] - 1, axis=1)[:, 0]
-        loads = state.expert_tokens
-        if loads is not None and out.expert_tokens is not None:
-            loads += out.expert_tokens.astype(jnp.uint32)
         drafts, compared = _propose(state, drawn, inputs, context, shape)
         state = dataclasses.replace(
             state,
@@ -140,13 +218,17 @@ def step(
             last_tokens=state.last_tokens.at[slots].set(last, mode="drop"),
             seq_lens=state.seq_lens.at[inputs.slots].set(drawn.lengths, mode="drop"),
             counts=counts,
-            expert_tokens=loads,
+            expert_tokens=_counted(state, out),
             drafts=drafts,
         )
     num_tokens = jnp.where(inputs.samples, drawn.counts, 0)
     if compared is not None:
         tokens = jnp.concatenate([tokens, compared], axis=1)
-    return state, StepOutput(tokens, num_tokens, logprobs, prompt_logprobs, state.expert_tokens)
+    loads = state.expert_tokens
+    if before is not None and before.expert_tokens is not None:
+        loads = before.expert_tokens if loads is None else jnp.concatenate([before.expert_tokens, loads])
+    feedback = feedback_of(state, context.model)
+    return state, StepOutput(tokens, num_tokens, logprobs, prompt_logprobs, loads, feedback)
 
 
 @jax.named_scope("keep_hidden")
@@ -154,6 +236,7 @@ def _keep_hidden(
     state: DeviceState, hidden: Float[Array, "tokens dim"], inputs: StepInput, shape: StepShape
 ) -> DeviceState:
     """Keep the last hidden state of rows that a grammar constrains: their next token is drawn later."""
+    assert state.hidden is not None
     num_slots = len(state.seq_lens)
     constrained = state.sampling.ints[jnp.minimum(inputs.slots, num_slots - 1), SlotColumn.CONSTRAINED] != 0
     if not shape.decode_only:
@@ -222,6 +305,8 @@ def sample_rows(
     """Draw a token for each of the rows, of which the first `live` are needed, in groups of at most
     `context.sample_rows`; `logits_of` takes hidden states and how many of the first rows need logits (None: all).
     """
+    counts = state.counts
+    assert counts is not None
     rows = rows._replace(slots=jnp.minimum(rows.slots, state.seq_lens.shape[0] - 1))
 
     def draw(given: tuple[Array, DrawnRows], num_rows: Array | None) -> tuple[Array, Logprobs | None]:
@@ -229,7 +314,7 @@ def sample_rows(
         logits = mask_padding(logits_of(states, num_rows), context.model.config.vocab_size, num_rows)
         if greedy:
             return sampling.greedy(logits), None
-        return sampling.sample(logits, state.sampling, state.counts, own, context.backend.target, num_rows)
+        return sampling.sample(logits, state.sampling, counts, own, context.backend.target, num_rows)
 
     if context.sample_rows is None:
         return draw((hidden, rows), None)

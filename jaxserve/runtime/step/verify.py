@@ -51,14 +51,16 @@ class Drawn(NamedTuple):
 
 
 def tokens_to_verify(
-    state: DeviceState, row_slots: Int[Array, " rows"], token_row: Int[Array, " tokens"], offset: Int[Array, " tokens"]
+    last_tokens: Int[Array, " slots"],
+    drafts: Int[Array, "slots max_drafts"],
+    row_slots: Int[Array, " rows"],
+    token_row: Int[Array, " tokens"],
+    offset: Int[Array, " tokens"],
 ) -> Int[Array, " tokens"]:
     """Return the tokens to compute: the last one of a row's sequence, at `offset` 0, then its draft."""
-    assert state.drafts is not None
     slots = row_slots[token_row]
-    drafts = state.drafts.tokens
     draft = drafts[slots, jnp.clip(offset - 1, 0, drafts.shape[1] - 1)]
-    return jnp.where(offset == 0, state.last_tokens[slots], draft)
+    return jnp.where(offset == 0, last_tokens[slots], draft)
 
 
 def drawing_tokens(query_starts: Int[Array, " rows_plus_1"], num_decoding: Int[Array, ""], most: int) -> DrawingTokens:

@@ -66,7 +66,7 @@ def _draw(params: Any, state: DeviceState, inputs: StepInput) -> Drawn:
         max_drafts=MOST,
     )
     offset = jnp.arange(num_tokens) - inputs.batch.query_starts[inputs.token_row]
-    tokens = verify.tokens_to_verify(state, inputs.slots, inputs.token_row, offset)
+    tokens = verify.tokens_to_verify(state.last_tokens, state.drafts.tokens, inputs.slots, inputs.token_row, offset)
     tokens = jnp.where(inputs.token_row < inputs.num_decoding, tokens, inputs.batch.tokens)
     hidden = tokens.astype(jnp.float32)[:, None]
     drawn, _ = step._draw(model, params, hidden, inputs, state, context, shape)
