@@ -121,7 +121,7 @@ def resolve_sizes(
         chunk=min(widest, longest, config.max_prefill_tokens or longest),
         windows=[spec.window for spec in specs],
         most_pages=most_pages,
-        num_devices=divided.data * divided.tensor * divided.replicas,
+        num_devices=divided.num_devices * divided.replicas,
     )
     # -1 disables chunking: a step then holds the longest possible prompt.
     chunk = pool.context_length if chunk < 0 else min(chunk, pool.context_length)

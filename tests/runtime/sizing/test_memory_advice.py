@@ -54,6 +54,15 @@ def test_an_fp8_cache_is_suggested_only_if_a_kernel_supports_it() -> None:
         )
 
 
+@pytest.mark.parametrize(
+    ("devices", "sizes", "named"),
+    [(8, {"tp_size": 2}, ["--pp-size 3"]), (4, {"tp_size": 2}, []), (8, {"dp_size": 2}, ["--pp-size 3"])],
+)
+def test_more_stages_are_suggested_if_there_are_devices(devices: int, sizes: dict[str, int], named: list[str]) -> None:
+    config = EngineConfig(**sizes)  # type: ignore[arg-type]
+    assert find_fixes(config, model(), _facts(100, devices), lambda made: made.config.pp_size == 3) == named
+
+
 def test_a_fitting_deployment_is_returned() -> None:
     made = deploy_or_advise(EngineConfig(), model(), _facts(100))
     assert made == deploy(EngineConfig(), model(), _facts(100))
