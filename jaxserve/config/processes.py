@@ -68,7 +68,7 @@ def check_processes(
         fits = dict.fromkeys(_sizes(*sizes) for sizes in nearest if _spreads(*sizes, nnodes))
         raise ConfigError(
             f"{_sizes(tensor, data, stages)} can't be divided over nnodes={nnodes}: each process must have whole "
-            f"stages, or of one stage whole ranks, or an equal part of one rank; possible: {' or '.join(fits)}"
+            f"stages, or whole ranks of one stage, or an equal part of one rank; possible: {' or '.join(fits)}"
         )
 
 

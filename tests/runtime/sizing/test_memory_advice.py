@@ -63,6 +63,14 @@ def test_more_stages_are_suggested_if_there_are_devices(devices: int, sizes: dic
     assert find_fixes(config, model(), _facts(100, devices), lambda made: made.config.pp_size == 3) == named
 
 
+def test_stages_leave_fewer_devices_for_more_shards() -> None:
+    found = [
+        find_fixes(EngineConfig(pp_size=2), model(), _facts(100, devices), lambda made: made.config.tp_size == 2)
+        for devices in (4, 3)
+    ]
+    assert found == [["--tp-size 2"], []]
+
+
 def test_a_fitting_deployment_is_returned() -> None:
     made = deploy_or_advise(EngineConfig(), model(), _facts(100))
     assert made == deploy(EngineConfig(), model(), _facts(100))
