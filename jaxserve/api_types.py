@@ -377,6 +377,11 @@ class StageTimes(msgspec.Struct, frozen=True, array_like=True):
     compute_seconds: float = 0.0
     wait_seconds: float = 0.0
 
+    @property
+    def busy(self) -> float:
+        """The share of the time that it computed, 0 to 1."""
+        return self.compute_seconds / (self.compute_seconds + self.wait_seconds) if self.compute_seconds else 0.0
+
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """The metrics of an engine, sent with the events of a step and on request. Counters never decrease.

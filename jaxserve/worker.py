@@ -279,7 +279,7 @@ def _find_devices(config: EngineConfig, nodes: ProcessGroup | None) -> tuple[lis
         timeout=config.dist_timeout,
     )
     divided = parallelism(config)
-    devices = devices_of_all(attach(config, join), divided.tensor * divided.data // nodes.count, nodes.count)
+    devices = devices_of_all(attach(config, join), divided.num_devices // nodes.count, nodes.count)
     return devices, [device for device in devices if device.process_index == nodes.rank]
 
 
@@ -319,9 +319,11 @@ def _expert_tokens(deployment: Deployment) -> ExpertTokens:
 
 
 def _mesh_prefix(deployment: Deployment) -> str:
-    if deployment.num_devices == 1:
+    divided = deployment.divided
+    if divided.num_devices == 1:
         return ""
-    return f"{deployment.num_devices} (data parallel {deployment.data} x tensor parallel {deployment.tensor}) x "
+    stages = f"pipeline parallel {divided.stages} x " if divided.stages > 1 else ""
+    return f"{divided.num_devices} ({stages}data parallel {divided.data} x tensor parallel {divided.tensor}) x "
 
 
 def _make_loop(

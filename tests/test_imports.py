@@ -55,7 +55,7 @@ MAY_IMPORT = {
 ORDER_INSIDE = {
     "jaxserve.bench": "datasets processes | engine load | results | accuracy sweep | tune",
     "jaxserve.cli": "common | bench chat compile config convert doctor generate main pull serve | plan",
-    "jaxserve.config": "mappings nearest processes speculation threads | foreign_forms kv_events ranges | "
+    "jaxserve.config": "mappings nearest pipeline processes speculation threads | foreign_forms kv_events ranges | "
                        "aliases schema | data_parallel settings | load | explain",
     "jaxserve.engine": "kv_cache multihost speculation | scheduling | core | process | client",
     "jaxserve.layers": "axes batch exchange | linear norm rope vocabulary | attention embedding mlp | "
@@ -64,8 +64,8 @@ ORDER_INSIDE = {
     "jaxserve.models": "config dtypes read_fields rope | layout | parameters | decoder | gemma llama | "
                        "cohere glm granite ministral3 mixtures olmo phi3 seed_oss smollm3 starcoder2 | "
                        "draft_heads exaone4 gemma4 | registry",
-    "jaxserve.observability": "acceptance throughput timeline turnover | engine_metrics log | metrics sample | "
-                              "tuning_advice | draft_rules | tuning_rules",
+    "jaxserve.observability": "acceptance stage_times throughput timeline turnover | engine_metrics log | "
+                              "metrics sample | tuning_advice | draft_rules stage_rules | tuning_rules",
     "jaxserve.quant": "stored | checkpoint | choice | transform",
     "jaxserve.runtime": "devices | step | programs | sizing | execution",
     "jaxserve.server":

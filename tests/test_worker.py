@@ -97,6 +97,17 @@ def test_layers_with_windows_are_logged_and_described(caplog: pytest.LogCaptureF
     assert len(caplog.messages) == 1
 
 
+def test_the_log_names_the_devices_of_a_mesh() -> None:
+    device, model = DeviceFacts(KernelTarget("cpu"), 2**34, max_devices=4), read_model(str(GOLDEN / "gemma3"))
+    sizes = ({}, {"dp_size": 2}, {"dp_size": 2, "pp_size": 2})
+    configs = [settings(GOLDEN / "gemma3", dtype="float32", max_total_tokens=96, **some) for some in sizes]
+    assert [worker._mesh_prefix(deploy(config, model, device)) for config in configs] == [
+        "",
+        "2 (data parallel 2 x tensor parallel 1) x ",
+        "4 (pipeline parallel 2 x data parallel 2 x tensor parallel 1) x ",
+    ]
+
+
 def test_unsupported_packed_weights_are_refused_before_anything_is_compiled(model: Path) -> None:
     for config in (
         settings(model, quantization="gguf", dtype="float32"),

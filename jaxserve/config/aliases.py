@@ -85,8 +85,6 @@ class ReadAlias:
 
 Alias = RenameAlias | SwitchAlias | ChoiceAlias | SameAlias | ReadAlias
 
-_ONE = types.MappingProxyType({"1": InForce("only 1 is supported so far")})
-
 
 def _not_built(what: str) -> SwitchAlias:
     return SwitchAlias(on=RefusedName(f"{what} not built yet"), off=InForce(f"{what} not built yet"))
@@ -125,6 +123,17 @@ ALIASES: Mapping[str, Alias] = types.MappingProxyType(
         "dp": RenameAlias("dp_size"),
         "pipeline_parallel_size": RenameAlias("pp_size"),
         "pp": RenameAlias("pp_size"),
+        "pp_max_micro_batch_size": ChoiceAlias(
+            RefusedName("the steps in flight divide the running requests: --max-running-requests limits them together")
+        ),
+        "pp_async_batch_depth": ChoiceAlias(
+            RefusedName("a step for each stage is in flight, and one more unless --disable-overlap-schedule is set"),
+            {"0": InForce("a step for each stage is in flight, and one more unless --disable-overlap-schedule is set")},
+        ),
+        "enable_dynamic_chunking": SwitchAlias(
+            on=RefusedName("a chunk has up to --chunked-prefill-size tokens, wherever it is in its prompt"),
+            off=InForce("a chunk has up to --chunked-prefill-size tokens, wherever it is in its prompt"),
+        ),
         "nccl_init_addr": RenameAlias("dist_init_addr"),
         "master_addr": ChoiceAlias(RefusedName("write --dist-init-addr HOST:PORT, the same on every node")),
         "master_port": ChoiceAlias(RefusedName("write --dist-init-addr HOST:PORT, the same on every node")),

@@ -43,7 +43,9 @@ def ranks_and_shards(*, tensor: int, data: int, parts: int | None, dp_attention:
     return data, tensor
 
 
-def check_processes(*, nnodes: int, node_rank: int, address: str | None, tensor: int, data: int, mode: str) -> None:
+def check_processes(
+    *, nnodes: int, node_rank: int, address: str | None, tensor: int, data: int, stages: int, mode: str
+) -> None:
     """Raise `ConfigError` if the settings contradict each other, or if the sizes can't be divided evenly."""
     if not 0 <= node_rank < nnodes:
         allowed = "it must be 0" if nnodes == 1 else f"it must be in [0, {nnodes - 1}]"
@@ -60,15 +62,22 @@ def check_processes(*, nnodes: int, node_rank: int, address: str | None, tensor:
         )
     if mode == "replicas" and data > 1:
         raise ConfigError(f"dp_mode=replicas runs on one machine only, but nnodes={nnodes}: leave one of them out")
-    if not _spreads(tensor, data, nnodes):
-        nearest = [(t, d) for t, d in ((nnodes * tensor, data), (tensor, nnodes * data), (nnodes, 1), (1, nnodes))]
-        fits = dict.fromkeys(f"tp_size={t} dp_size={d}" for t, d in nearest if _spreads(t, d, nnodes))
+    if not _spreads(tensor, data, stages, nnodes):
+        widths = ((nnodes * tensor, data), (tensor, nnodes * data), (nnodes, 1), (1, nnodes))
+        nearest = [*((t, d, stages) for t, d in widths), (tensor, data, nnodes)]
+        fits = dict.fromkeys(_sizes(*sizes) for sizes in nearest if _spreads(*sizes, nnodes))
         raise ConfigError(
-            f"tp_size={tensor} and dp_size={data} can't be divided over nnodes={nnodes}: each process must have whole "
-            f"ranks, or an equal part of one; possible: {' or '.join(fits)}"
+            f"{_sizes(tensor, data, stages)} can't be divided over nnodes={nnodes}: each process must have whole "
+            f"stages, or whole ranks of one stage, or an equal part of one rank; possible: {' or '.join(fits)}"
         )
 
 
-def _spreads(tensor: int, data: int, nnodes: int) -> bool:
-    each, left = divmod(tensor * data, nnodes)
+def _sizes(tensor: int, data: int, stages: int) -> str:
+    return f"tp_size={tensor} dp_size={data}" + (f" pp_size={stages}" if stages > 1 else "")
+
+
+def _spreads(tensor: int, data: int, stages: int, nnodes: int) -> bool:
+    if nnodes % stages:
+        return stages % nnodes == 0
+    each, left = divmod(tensor * data, nnodes // stages)
     return not left and (each % tensor == 0 or tensor % each == 0)

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from jaxserve.config.kv_events import KvEventsConfig
+from jaxserve.config.pipeline import layer_partition
 from jaxserve.config.processes import check_processes, ranks_and_shards
 from jaxserve.config.ranges import ENGINE_RANGES, MOST, SERVER_RANGES, check_ranges
 from jaxserve.config.speculation import check_speculation
@@ -77,14 +78,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     pp_size: Annotated[
         int,
         Meta(
-            description="pipeline-parallel size: number of stages, each with a range of the layers and devices of its own"
+            description="pipeline-parallel size: number of stages, each with a range of the layers, on devices of its "
+            "own"
         ),
     ] = 1
     pp_layer_partition: Annotated[
         str,
         Meta(
-            description="how layers are divided among stages; memory: so that the largest weights of a stage are as small as "
-            "possible; layers: as many for each stage; or the number of layers of each stage, such as 20,22,22,16"
+            description="how layers are divided among stages; memory: so that the largest weights of a stage are as "
+            "small as possible; layers: as many for each stage; or the number of layers of each stage, such as "
+            "20,22,22,16"
         ),
     ] = "memory"
     dp_mode: Annotated[
@@ -314,8 +317,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             address=self.dist_init_addr,
             tensor=tensor,
             data=data,
+            stages=self.pp_size,
             mode=self.dp_mode,
         )
+        layer_partition(self)
         if self.nnodes > 1 and self.programs is not None:
             raise ConfigError(
                 f"programs={self.programs}: with nnodes={self.nnodes} every process compiles; leave programs out"
@@ -337,6 +342,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         )
         if self.calculate_kv_scales and self.kv_cache_dtype == "auto":
             raise ConfigError("calculate_kv_scales needs an fp8 KV cache: set kv_cache_dtype to fp8_e4m3 or fp8_e5m2")
+        if self.calculate_kv_scales and self.pp_size > 1:
+            raise ConfigError(
+                f"calculate_kv_scales runs all layers at once, and pp_size={self.pp_size} divides them: leave one out; "
+                "scales that the checkpoint has are used with any pp_size"
+            )
         if self.disable_hybrid_swa_memory and self.swa_full_tokens_ratio is not None:
             raise ConfigError(
                 f"swa_full_tokens_ratio={self.swa_full_tokens_ratio:g} divides the KV cache, and "

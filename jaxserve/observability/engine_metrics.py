@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
-from jaxserve.api_types import STEP_TOKEN_BUCKETS, EngineInfo, EngineStats
+from jaxserve.api_types import STEP_TOKEN_BUCKETS, EngineInfo, EngineStats, StageTimes
 from jaxserve.observability.acceptance import acceptance
 from jaxserve.observability.throughput import Throughput
 
@@ -205,6 +205,7 @@ class EngineCollector:
         yield self._step_tokens(stats)
         yield from self._draft_families(stats)
         yield from self._expert_families(stats.expert_tokens)
+        yield from self._stage_families(stats.stages)
 
     def _labelled_families(self, s: EngineStats) -> Iterator[Family]:
         waiting: ValuesByLabels = {("capacity",): s.num_waiting - s.num_deferred, ("deferred",): s.num_deferred}
@@ -239,6 +240,14 @@ class EngineCollector:
         }
         text = "Tokens of a layer's average expert so far, as a share of its busiest expert's, 0 to 1"
         yield self._family(GaugeMetricFamily, "expert_balance", text, balance, "layer")
+
+    def _stage_families(self, stages: Sequence[StageTimes]) -> Iterator[Family]:
+        computed: ValuesByLabels = {(str(stage),): times.compute_seconds for stage, times in enumerate(stages)}
+        text = "Seconds that a pipeline stage computed"
+        yield self._family(CounterMetricFamily, "stage_compute_seconds", text, computed, "stage")
+        waited: ValuesByLabels = {(str(stage),): times.wait_seconds for stage, times in enumerate(stages)}
+        text = "Seconds that a pipeline stage waited for its next step while any step was in flight"
+        yield self._family(CounterMetricFamily, "stage_wait_seconds", text, waited, "stage")
 
     def _step_tokens(self, s: EngineStats) -> Family:
         text = "Tokens that a step of the engine computed, of prompts and outputs"

@@ -9,7 +9,9 @@ import logging
 import sys
 from collections.abc import Sequence
 
+from jaxserve.api_types import StageTimes
 from jaxserve.observability.acceptance import Acceptance
+from jaxserve.observability.stage_times import busy_text
 
 _FORMAT = "[%(asctime)s{}] %(levelname)s %(message)s"
 _TIME = "%Y-%m-%d %H:%M:%S"
@@ -61,18 +63,21 @@ def decode_line(
     bucket: int,
     padding: float,
     acceptance: Acceptance | None = None,
+    stages: Sequence[StageTimes] = (),
 ) -> str:
     """Return the log line of the decode steps since the previous such line.
 
     `usage` is as in `prefill_line`. `throughput` is in tokens per second. `bucket` is the size of the program that ran
     last and `fine` whether it is one of the finely spaced ones; `padding` is the share of empty rows since the previous
-    line. `acceptance` counts the drafts since then, or is None without speculative decoding.
+    line. `acceptance` counts the drafts since then, or is None without speculative decoding. `stages` are the
+    times of the pipeline stages since then, () if there is only one.
     """
     drafts = "" if acceptance is None else f"accept len: {acceptance.length:.2f}, accept rate: {acceptance.rate:.2f}, "
+    busy = f", stages busy: {busy_text(stages)}" if stages else ""
     return (
         f"Decode batch. #running-req: {running}, #token: {tokens}, {_usage_text(usage)}, "
         f"{drafts}gen throughput (token/s): {throughput:.2f}, #queue-req: {queued}, "
-        f"cuda graph: {fine}, bucket: {bucket}, padding: {padding:.2%}"
+        f"cuda graph: {fine}, bucket: {bucket}, padding: {padding:.2%}{busy}"
     )
 
 

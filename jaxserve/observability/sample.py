@@ -8,6 +8,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from jaxserve.api_types import StageTimes
 from jaxserve.errors import JaxserveError
 from jaxserve.observability.engine_metrics import PREFIX
 
@@ -17,7 +18,8 @@ class Sample:
     """The state of a server `seconds` after the first sample.
 
     `problem` is the reason why the server has stopped serving; the numbers are then its last ones. `decode_used` and
-    `decode_padding` count the rows of the decode programs that ran: those of sequences, and padding.
+    `decode_padding` count the rows of the decode programs that ran: those of sequences, and padding. `stages` are the
+    times of the pipeline stages, () if there is only one.
     """
 
     seconds: float
@@ -41,6 +43,7 @@ class Sample:
     draft_tokens: int
     accepted_tokens: int
     compiles_after_ready: int
+    stages: tuple[StageTimes, ...] = ()
     problem: str | None = None
 
 
@@ -58,6 +61,7 @@ class Settings:
     memory_bound: bool = False
     num_ranks: int = 1
     speculative_method: str | None = None
+    layer_partition: str | None = None
 
 
 _MEMORY_METRICS = ("available_gpu_mem_bytes", "working_memory_bytes", "kv_cache_memory_bound")
@@ -101,6 +105,13 @@ def read_sample(metrics: str, seconds: float, problem: str | None = None) -> Sam
         draft_tokens=int(value("spec_decode_num_draft_tokens_total")),
         accepted_tokens=int(value("spec_decode_num_accepted_tokens_total")),
         compiles_after_ready=int(value("compiles_after_ready_total")),
+        stages=tuple(
+            StageTimes(
+                value("stage_compute_seconds_total", stage=str(stage)),
+                value("stage_wait_seconds_total", stage=str(stage)),
+            )
+            for stage in range(sum(name == "stage_compute_seconds_total" for name, _ in values))
+        ),
         problem=problem,
     )
 
@@ -123,6 +134,7 @@ def read_settings(metrics: str, server_info: Mapping[str, Any] | None) -> Settin
         memory_bound=bool(bound),
         num_ranks=(server_info or {}).get("dp_size") or 1,
         speculative_method=config.get("speculative_method"),
+        layer_partition=config.get("pp_layer_partition"),
     )
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 from jaxserve.observability.draft_rules import drafts_rejected, drafts_unused
 from jaxserve.observability.sample import Sample, Settings
+from jaxserve.observability.stage_rules import stages_without_requests, uneven_stages
 from jaxserve.observability.tuning_advice import AdviceRule, TuningAdvice
 
 GOOD_USAGE = 0.9
@@ -284,6 +285,8 @@ RULES: tuple[AdviceRule, ...] = (
     padded_decodes,
     drafts_rejected,
     drafts_unused,
+    uneven_stages,
+    stages_without_requests,
     client_too_slow,
 )
 

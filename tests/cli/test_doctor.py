@@ -9,7 +9,7 @@ import httpx
 import msgspec
 import pytest
 
-from jaxserve.api_types import EngineStats
+from jaxserve.api_types import EngineStats, StageTimes
 from jaxserve.cli import doctor
 from jaxserve.errors import ConfigError, JaxserveError
 from jaxserve.observability.metrics import Metrics
@@ -86,6 +86,13 @@ def test_advice_is_shown_with_its_figure() -> None:
     assert "--schedule-conservativeness is 1.3 already" in flat
     assert "THE CLIENT IS THE BOTTLENECK: the queue was empty in 11 of 11 samples with work" in flat
     assert "HEALTHY" not in flat
+
+
+def test_an_uneven_split_into_stages_is_told() -> None:
+    server = Scripted(*stages(lambda index: {"stages": (StageTimes(index), StageTimes(0.5 * index, 0.5 * index))}))
+    flat = " ".join(doctor.report(*server.watch(10.0)).split())
+    assert "UNEVEN STAGES: stage 0 of 0 to 1 computed 1.33 times as long" in flat
+    assert "busy 100%/50% of the time" in flat
 
 
 def test_an_idle_server_is_not_judged() -> None:

@@ -38,6 +38,12 @@ def test_one_process_has_a_mesh() -> None:
     [
         # Of one rank
         ({"tp_size": 8}, Parallelism(1, 8)),
+        ({"tp_size": 8, "pp_size": 2}, Parallelism(1, 8, stages=2)),
+        ({"tp_size": 2, "dp_size": 4, "pp_size": 3}, Parallelism(1, 2, 4, stages=3)),
+        (
+            {"tp_size": 8, "dp_size": 2, "pp_size": 3, "enable_dp_attention": True},
+            Parallelism(2, 4, 1, 8, over_ranks=True, stages=3),
+        ),
         ({"tp_size": 8, "ep_size": 8}, Parallelism(1, 8, expert_parts=8)),
         ({"tp_size": 8, "ep_size": -1}, Parallelism(1, 8, expert_parts=8)),
         ({"tp_size": 8, "ep_size": 2}, Parallelism(1, 8, expert_parts=2)),
@@ -60,6 +66,10 @@ def test_experts_are_divided_among_devices(settings: dict[str, Any], divided: Pa
     config = resolve_dp_mode(EngineConfig(**settings))
     assert parallelism(config) == divided
     assert config.dp_mode == ("mesh" if divided.replicas == 1 else "replicas")
+
+
+def test_each_stage_has_devices_for_all_ranks() -> None:
+    assert Parallelism(2, 4, stages=3).num_devices == 24
 
 
 @pytest.mark.parametrize(

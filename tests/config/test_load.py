@@ -132,6 +132,8 @@ def test_scales_are_calculated_only_for_an_fp8_cache(kv_cache_dtype: Any) -> Non
     with pytest.raises(ConfigError, match="calculate_kv_scales needs an fp8 KV cache: set kv_cache_dtype"):
         EngineConfig(calculate_kv_scales=True)
     assert EngineConfig(calculate_kv_scales=True, kv_cache_dtype=kv_cache_dtype).calculate_kv_scales
+    with pytest.raises(ConfigError, match="calculate_kv_scales runs all layers at once, and pp_size=2 divides them"):
+        EngineConfig(calculate_kv_scales=True, kv_cache_dtype=kv_cache_dtype, pp_size=2)
 
 
 def test_a_repeated_flag_counts_as_last_written() -> None:

@@ -40,6 +40,15 @@ def test_other_texts_are_errors(text: str) -> None:
         ({"nnodes": 0}, "nnodes must be at least 1"),
         ({"nnodes": 2, "dist_init_addr": HERE}, "possible: tp_size=2 dp_size=1 or tp_size=1 dp_size=2"),
         ({"nnodes": 3, "tp_size": 3, "dp_size": 2, "dist_init_addr": HERE}, "possible: tp_size=3 dp_size=6"),
+        (
+            {"nnodes": 4, "pp_size": 3, "dist_init_addr": HERE},
+            "tp_size=1 dp_size=1 pp_size=3 can't .* nnodes=4: .* possible: tp_size=1 dp_size=1 pp_size=4",
+        ),
+        (
+            {"nnodes": 4, "tp_size": 3, "pp_size": 2, "dist_init_addr": HERE},
+            "possible: tp_size=12 dp_size=1 pp_size=2 or tp_size=3 dp_size=4 pp_size=2 or .* or "
+            "tp_size=3 dp_size=1 pp_size=4",
+        ),
         ({"nnodes": 2, "tp_size": 2, "dist_init_addr": HERE, "programs": "x"}, "programs=x"),
         ({"nnodes": 2, "dp_size": 2, "dist_init_addr": HERE, "dp_mode": "replicas"}, "dp_mode=replicas"),
     ],
@@ -54,6 +63,14 @@ def test_contradicting_settings_are_errors(settings: dict[str, Any], says: str) 
 )
 def test_processes_get_whole_ranks_or_equal_parts_of_one(tensor: int, data: int, nnodes: int) -> None:
     EngineConfig(tp_size=tensor, dp_size=data, nnodes=nnodes, dist_init_addr=HERE)
+
+
+@pytest.mark.parametrize(
+    ("stages", "tensor", "data", "nnodes"),
+    [(2, 1, 1, 2), (4, 1, 1, 2), (6, 3, 1, 2), (2, 2, 1, 4), (2, 1, 2, 4), (2, 4, 2, 8), (2, 2, 4, 4)],
+)
+def test_processes_get_whole_stages_or_equal_parts_of_one(stages: int, tensor: int, data: int, nnodes: int) -> None:
+    EngineConfig(pp_size=stages, tp_size=tensor, dp_size=data, nnodes=nnodes, dist_init_addr=HERE)
 
 
 def test_several_processes_share_a_mesh_by_default() -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from jaxserve.api_types import EngineStats
+from jaxserve.api_types import EngineStats, StageTimes
 from jaxserve.errors import JaxserveError
 from jaxserve.observability.metrics import Metrics
 from jaxserve.observability.sample import Sample, Settings, read_sample, read_settings
@@ -36,14 +36,21 @@ def test_read_sample_parses_served_metrics() -> None:
         draft_tokens=28,
         accepted_tokens=14,
         compiles_after_ready=1,
+        stages=(StageTimes(9.5, 0.5), StageTimes(7.25, 2.75)),
         problem="gone",
     )
 
 
+def test_a_server_of_one_stage_has_no_times_of_stages() -> None:
+    assert read_sample(rendered(EngineStats()), 0.0).stages == ()
+
+
 def test_settings_come_from_both_places() -> None:
-    info = {"engine_config": {"schedule_conservativeness": 0.3, "speculative_method": "ngram"}}
+    config = {"schedule_conservativeness": 0.3, "speculative_method": "ngram", "pp_layer_partition": "layers"}
     memory = {"free_bytes": 3000, "working_bytes": 1000, "memory_bound": True}
-    assert read_settings(rendered(), info) == Settings("lpm", 0.3, **memory, speculative_method="ngram")
+    assert read_settings(rendered(), {"engine_config": config}) == Settings(
+        "lpm", 0.3, **memory, speculative_method="ngram", layer_partition="layers"
+    )
     assert read_settings(rendered(), None) == Settings("lpm", None, **memory)
     assert read_settings("", {"engine_config": {}}) == Settings(None, None)
 

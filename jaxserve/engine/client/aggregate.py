@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from jaxserve.api_types import EngineInfo, EngineStats
+from jaxserve.observability.stage_times import add_times
 
 
 def replica_name(number: int) -> str:
@@ -54,6 +55,7 @@ def merge_stats(readings: Sequence[EngineStats]) -> EngineStats:
         steps_by_tokens=_added(reading.steps_by_tokens for reading in readings),
         integrity_errors=_with_replica_names(reading.integrity_errors for reading in readings),
         expert_tokens=tuple(_added(layers) for layers in zip(*(reading.expert_tokens for reading in readings))),
+        stages=add_times(reading.stages for reading in readings),
         decode_steps_by_rows=dict(sum((Counter(reading.decode_steps_by_rows) for reading in readings), Counter())),
     )
     return msgspec.structs.replace(merged, token_usage=max(merged.full_token_usage, merged.swa_token_usage))

@@ -60,7 +60,7 @@ def assign_devices(config: EngineConfig, devices: Devices, environment: Mapping[
 
     Raise `ConfigError` if there are too few devices, or if they can't be divided this way.
     """
-    count, each = config.dp_size, config.tp_size
+    count, each = config.dp_size, config.tp_size * config.pp_size
     names = [replica_name(number) for number in range(count)]
     if devices.platform == "cpu":
         most = max(os.cpu_count() or 1, _MIN_CPU_LIMIT)
@@ -68,16 +68,14 @@ def assign_devices(config: EngineConfig, devices: Devices, environment: Mapping[
             raise ConfigError(f"dp_size={count}: this CPU has cores for at most {most} replicas; lower --dp-size")
         return [ReplicaResources(name, divide_threads(environment, count), index) for index, name in enumerate(names)]
     if count * each > devices.num_devices:
-        fits = devices.num_devices // each
-        hint = f"--tp-size {each} --dp-size {fits}" if fits else f"--tp-size {devices.num_devices} --dp-size 1"
         raise ConfigError(
-            f"tp_size={each} and dp_size={count} take {count * each} devices, and there are {devices.num_devices}; "
-            f"what fits: {hint}"
+            f"tp_size={config.tp_size} and dp_size={count}{_with_stages(config)} take {count * each} devices, and "
+            f"there are {devices.num_devices}; what fits: {_sizes_that_fit(config, devices.num_devices)}"
         )
     if devices.platform == "tpu":
         return [
             ReplicaResources(name, own, index)
-            for index, (name, own) in enumerate(zip(names, _tpu_environments(count, each, devices, environment)))
+            for index, (name, own) in enumerate(zip(names, _tpu_environments(config, devices, environment)))
         ]
     visible = _visible_devices(environment, _CUDA_DEVICES, devices.num_devices)
     return [
@@ -86,13 +84,25 @@ def assign_devices(config: EngineConfig, devices: Devices, environment: Mapping[
     ]
 
 
-def _tpu_environments(count: int, each: int, devices: Devices, environment: Mapping[str, str]) -> list[dict[str, str]]:
+def _with_stages(config: EngineConfig) -> str:
+    return f" with pp_size={config.pp_size}" if config.pp_size > 1 else ""
+
+
+def _sizes_that_fit(config: EngineConfig, num_devices: int) -> str:
+    stages = min(config.pp_size, num_devices)
+    replicas = num_devices // (config.tp_size * config.pp_size)
+    tensor, data = (config.tp_size, replicas) if replicas else (num_devices // stages, 1)
+    return f"--tp-size {tensor} --dp-size {data}" + (f" --pp-size {stages}" if config.pp_size > 1 else "")
+
+
+def _tpu_environments(config: EngineConfig, devices: Devices, environment: Mapping[str, str]) -> list[dict[str, str]]:
+    each = config.tp_size * config.pp_size
     num_chips, rest = divmod(each * devices.num_chips, devices.num_devices)
     if rest or num_chips not in _TPU_BOUNDS:
         raise ConfigError(
-            f"tp_size={each} gives each replica {each * devices.num_chips / devices.num_devices:g} TPU chips, and a "
-            f"process can have {', '.join(map(str, _TPU_BOUNDS))} of its host: choose another --tp-size, or "
-            "--dp-mode mesh"
+            f"tp_size={config.tp_size}{_with_stages(config)} gives each replica "
+            f"{each * devices.num_chips / devices.num_devices:g} TPU chips, and a process can have "
+            f"{', '.join(map(str, _TPU_BOUNDS))} of its host: choose another --tp-size, or --dp-mode mesh"
         )
     visible = _visible_devices(environment, _TPU_CHIPS, devices.num_chips)
     return [
@@ -101,7 +111,7 @@ def _tpu_environments(count: int, each: int, devices: Devices, environment: Mapp
             "TPU_CHIPS_PER_PROCESS_BOUNDS": _TPU_BOUNDS[num_chips],
             "TPU_PROCESS_BOUNDS": "1,1,1",
         }
-        for number in range(count)
+        for number in range(config.dp_size)
     ]
 
 

@@ -49,7 +49,7 @@ class EngineLoop:
         self._executor = executor
         self._depth = executor.capacity.num_stages - (0 if overlap else 1)
         self._in_flight: deque[tuple[StepPlan, object]] = deque()
-        self._log = StepLog(scheduler, decode_log_interval)
+        self._log = StepLog(scheduler, decode_log_interval, stage_times=executor.stage_times)
         self._drawing = False  # the newest step in flight has draws to commit
         self._failure: str | None = None
 

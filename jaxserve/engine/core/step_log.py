@@ -9,22 +9,34 @@ import logging
 import time
 from collections.abc import Callable
 
-from jaxserve.api_types import EngineStats
+from jaxserve.api_types import EngineStats, StageTimes
 from jaxserve.engine.scheduling.scheduler import Scheduler
 from jaxserve.observability.acceptance import Acceptance, acceptance
 from jaxserve.observability.log import decode_line, prefill_line
+from jaxserve.observability.stage_times import times_since
 from jaxserve.step_plan import StepPlan
 
 logger = logging.getLogger("jaxserve.engine")
 
 
 class StepLog:
-    """The step log of one scheduler: a decode line every `interval` decode steps; `clock` returns seconds."""
+    """The step log of one scheduler: a decode line every `interval` decode steps.
 
-    def __init__(self, scheduler: Scheduler, interval: int, clock: Callable[[], float] = time.monotonic) -> None:
+    `clock` returns seconds, and `stage_times` the times of the pipeline stages so far.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        interval: int,
+        clock: Callable[[], float] = time.monotonic,
+        stage_times: Callable[[], tuple[StageTimes, ...]] = tuple,
+    ) -> None:
         self._scheduler = scheduler
         self._interval = interval
         self._clock = clock
+        self._stage_times = stage_times
+        self._stages_before: tuple[StageTimes, ...] = ()
         self._num_decode_steps = 0
         self._since: float | None = None
         self._before = EngineStats()
@@ -72,6 +84,7 @@ class StepLog:
                     bucket=self._scheduler.last_decode_bucket,
                     padding=_padding(stats, before),
                     acceptance=_acceptance(stats, before),
+                    stages=times_since(self._stage_times(), self._stages_before),
                 )
             )
             self._restart(stats)
@@ -84,6 +97,7 @@ class StepLog:
     def _restart(self, stats: EngineStats) -> None:
         self._since = self._clock()
         self._before = stats
+        self._stages_before = self._stage_times()
         self._num_decode_steps = 0
 
 

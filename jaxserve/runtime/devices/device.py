@@ -99,7 +99,7 @@ def facts_of_devices(devices: Sequence[Any], config: EngineConfig) -> DeviceFact
     facts = facts_of_device(devices[0])
     if facts.platform == "cpu":
         divided = parallelism(config)
-        used = divided.data * divided.tensor * divided.replicas // config.nnodes
+        used = divided.num_devices * divided.replicas // config.nnodes
         return dataclasses.replace(facts, memory_bytes=facts.memory_bytes // used, max_devices=len(devices))
     if facts.platform != "tpu" and share and float(share) < planned:
         raise ConfigError(
@@ -116,7 +116,10 @@ def free_bytes(device: Any) -> int:
     return facts_of_device(device).memory_bytes - int((device.memory_stats() or {}).get("bytes_in_use", 0))
 
 
-def facts_of_target(name: str, nnodes: int = 1) -> DeviceFacts:
-    """Return the facts about a device of hosts that aren't here. Raises `ConfigError` for an unknown target."""
+def facts_of_target(name: str, nnodes: int = 1, stages: int = 1) -> DeviceFacts:
+    """Return the facts about a device of hosts that aren't here. Raises `ConfigError` for an unknown target.
+
+    `max_devices` is that of a model of this many pipeline stages.
+    """
     target: DeviceTarget = load_target(name)
-    return DeviceFacts(target_of(target), target.memory_bytes, target.max_devices(nnodes))
+    return DeviceFacts(target_of(target), target.memory_bytes, target.max_devices(nnodes, stages))

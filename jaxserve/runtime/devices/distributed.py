@@ -66,7 +66,7 @@ def devices_of_all(devices: Sequence[Any], each: int, count: int) -> list[Any]:
     for rank, own in enumerate(by_process):
         if len(own) < each:
             raise ConfigError(
-                f"node rank {rank} has {len(own)} devices, and each of nnodes={count} needs {each} for this tp_size "
-                "and dp_size (on a CPU, XLA_FLAGS=--xla_force_host_platform_device_count simulates them)"
+                f"node rank {rank} has {len(own)} devices, and each of nnodes={count} needs {each} for this tp_size, "
+                "dp_size and pp_size (on a CPU, XLA_FLAGS=--xla_force_host_platform_device_count simulates them)"
             )
     return [device for own in by_process for device in own[:each]]

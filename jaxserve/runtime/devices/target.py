@@ -46,10 +46,10 @@ class DeviceTarget:
     target_config: str | None = None
     devices_per_host: int | None = None
 
-    def max_devices(self, nnodes: int) -> int:
-        """Return the most devices that `nnodes` hosts have, and that there is a topology of."""
+    def max_devices(self, nnodes: int, stages: int = 1) -> int:
+        """Return the most devices that `nnodes` hosts have, and that there are topologies of, one for each stage."""
         most = max(self.topologies)
-        return most if self.devices_per_host is None else min(most, nnodes * self.devices_per_host)
+        return min(stages * most, nnodes * (self.devices_per_host or most))
 
     def topology(self, count: int) -> Mapping[str, Any]:
         """Return the smallest topology of at least `count` devices. Raises `ConfigError` if none is large enough."""
@@ -58,7 +58,7 @@ class DeviceTarget:
                 return self.topologies[size]
         raise ConfigError(
             f"target {self.name!r} has no topology of {count} devices: {max(self.topologies)} are the most; "
-            f"lower --tp-size"
+            "lower --tp-size, or divide the layers with --pp-size"
         )
 
 

@@ -34,7 +34,7 @@ def deploy_on_target(config: EngineConfig, name: str) -> Deployment:
     target = load_target(name)
     if config.device not in ("auto", target.platform):
         raise ConfigError(f"device={config.device} and target {name!r}, which is {target.platform}: leave one out")
-    model, device = read_model(config.model), facts_of_target(name, config.nnodes)
+    model, device = read_model(config.model), facts_of_target(name, config.nnodes, config.pp_size)
     # Replicas run on one machine too, and take as many of its devices as one mesh would.
     check_mesh(msgspec.structs.replace(config, dp_mode="mesh"), model, device)
     return deploy_or_advise(config, model, device, read_stored(config, model))

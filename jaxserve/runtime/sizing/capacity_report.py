@@ -48,8 +48,9 @@ class CapacityReport:
 
     @property
     def num_devices(self) -> int:
-        """The number of devices of all data-parallel ranks."""
-        return self.deployment.num_ranks * self.deployment.tensor
+        """The number of devices of all replicas."""
+        divided = self.deployment.divided
+        return divided.num_devices * divided.replicas
 
     @property
     def kv_groups(self) -> list[tuple[KVSpec, int, int]]:

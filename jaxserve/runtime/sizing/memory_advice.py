@@ -65,8 +65,10 @@ def _candidates(config: EngineConfig, device: DeviceFacts) -> Iterator[tuple[str
             yield "mem_fraction_static", fraction
     if device.platform != "cpu":  # the devices of a CPU share its memory
         ranks = 1 if config.enable_dp_attention else config.dp_size
-        for count in range(config.tp_size + 1, device.max_devices // ranks + 1):
+        for count in range(config.tp_size + 1, device.max_devices // (ranks * config.pp_size) + 1):
             yield "tp_size", count
+        for count in range(config.pp_size + 1, device.max_devices // (ranks * config.tp_size) + 1):
+            yield "pp_size", count
     if config.dtype == "float32":
         yield "dtype", "bfloat16"
     if config.kv_cache_dtype == "auto":

@@ -20,8 +20,10 @@ def check_mesh(config: EngineConfig, model: ModelConfig, device: DeviceFacts) ->
     """Raise `ConfigError` if the sizes can't split the model, or if there are too few devices for the mesh."""
     divided = parallelism(config)
     tensor, data, most = divided.tensor, divided.data, device.max_devices
+    stages = min(divided.stages, max(most, 1))
+    room = most // stages
     if not model.splits_into(tensor):
-        nearest = _nearest(model, tensor, max(most, 1))
+        nearest = _nearest(model, tensor, max(room, 1))
         works = [_flags(config, size, data, dp_size=config.enable_dp_attention) for size in nearest]
         sizes = ", ".join(f"{name} of {width}" for name, width in model.split_sizes.items())
         raise ConfigError(
@@ -29,19 +31,25 @@ def check_mesh(config: EngineConfig, model: ModelConfig, device: DeviceFacts) ->
             f"KV heads, {sizes}); the nearest that can: {' or '.join(works)}"
         )
     _check_experts(config, divided, model)
-    if tensor * data <= most:
+    if divided.num_devices <= most:
         return
     fits = []
-    if tensor <= most:
-        fits.append(_flags(config, tensor, most // tensor))
-    if data > 1 or tensor > most:
-        largest = max((size for size in range(1, most // min(data, most) + 1) if model.splits_into(size)), default=1)
-        fits.append(_flags(config, largest, min(data, most)))
-    hint = f"; XLA_FLAGS={_SIMULATED}={tensor * data} makes a CPU simulate them" if device.platform == "cpu" else ""
+    if tensor <= room:
+        fits.append(_flags(config, tensor, room // tensor, stages))
+    if data > 1 or tensor > room:
+        largest = max((size for size in range(1, room // min(data, room) + 1) if model.splits_into(size)), default=1)
+        fits.append(_flags(config, largest, min(data, room), stages))
+    if divided.stages > 1 and tensor * data <= most:
+        fits.append(_flags(config, tensor, data, most // (tensor * data)))
+    hint = f"; XLA_FLAGS={_SIMULATED}={divided.num_devices} makes a CPU simulate them"
     raise ConfigError(
-        f"tp_size={config.tp_size} and dp_size={config.dp_size} take {tensor * data} devices, and there are {most}; "
-        f"what fits: {' or '.join(dict.fromkeys(fits))}{hint}"
+        f"tp_size={config.tp_size} and dp_size={config.dp_size}{_stages(config)} take {divided.num_devices} devices, "
+        f"and there are {most}; what fits: {' or '.join(dict.fromkeys(fits))}{hint if device.platform == 'cpu' else ''}"
     )
+
+
+def _stages(config: EngineConfig) -> str:
+    return f" with pp_size={config.pp_size}" if config.pp_size > 1 else ""
 
 
 def _check_experts(config: EngineConfig, divided: Parallelism, model: ModelConfig) -> None:
@@ -80,9 +88,13 @@ def _nearest(model: ModelConfig, wanted: int, most: int) -> list[int]:
     return [below] if above is None else [below, above]
 
 
-def _flags(config: EngineConfig, tensor: int, data: int, *, dp_size: bool = True) -> str:
-    """Return the flags that ask for `tensor` shards and `data` ranks. `ep_size` is among them if it is set."""
+def _flags(config: EngineConfig, tensor: int, data: int, stages: int | None = None, *, dp_size: bool = True) -> str:
+    """Return the flags that ask for `tensor` shards, `data` ranks and, if there are several, `stages`.
+
+    `ep_size` is among them if it is set.
+    """
     sizes = {"tp_size": tensor * (data if config.enable_dp_attention else 1)}
     sizes |= {"dp_size": data} if dp_size else {}
+    sizes |= {"pp_size": stages} if stages and config.pp_size > 1 else {}
     sizes |= {"ep_size": ALL_DEVICES} if config.ep_size is not None else {}
     return " ".join(f"{as_flag(name)} {size}" for name, size in sizes.items())

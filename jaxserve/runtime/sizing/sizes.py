@@ -122,7 +122,7 @@ def resolve_sizes(
         windows=[spec.window for spec in specs],
         whole_sequences=dataclasses.replace(model, stage=None).kv_specs()[0].num_layers > 0,
         most_pages=most_pages,
-        num_devices=divided.data * divided.tensor * divided.replicas,
+        num_devices=divided.num_devices * divided.replicas,
     )
     # -1 disables chunking: a step then holds the longest possible prompt.
     chunk = pool.context_length if chunk < 0 else min(chunk, pool.context_length)

@@ -114,6 +114,7 @@ async def server_info(state: ServerState, exchange: HttpExchange) -> None:
         "disaggregation_mode": "null",
         "tp_size": divided.tensor,
         "dp_size": divided.data * divided.replicas,
+        "pp_size": divided.stages,
         "ep_size": divided.expert_parts,
         "load_balance_method": "auto",
         "phase": state.phase,

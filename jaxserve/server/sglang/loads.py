@@ -112,7 +112,7 @@ async def loads(state: ServerState, exchange: HttpExchange) -> None:
             timestamp=datetime.now(UTC).isoformat(),
             version=jaxserve.__version__,
             accelerator=state.require_loaded().engine.info.device,
-            num_accelerators=divided.data * divided.tensor,
+            num_accelerators=divided.num_devices,
             dp_rank_count=len(found),
             loads=found,
             aggregate=_aggregate(found),

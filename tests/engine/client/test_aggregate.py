@@ -3,7 +3,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from jaxserve.api_types import EngineInfo, EngineStats
+from jaxserve.api_types import EngineInfo, EngineStats, StageTimes
 from jaxserve.engine.client.aggregate import merge_info, merge_stats
 
 INFO = EngineInfo(
@@ -54,6 +54,16 @@ def test_steps_are_added_by_their_size() -> None:
 def test_accepted_drafts_are_added_by_position() -> None:
     readings = [EngineStats(accepted_by_position=(5, 2)), EngineStats(accepted_by_position=(1, 1))]
     assert merge_stats(readings).accepted_by_position == (6, 3)
+
+
+def test_times_are_added_by_stage() -> None:
+    readings = [
+        EngineStats(stages=(StageTimes(1.0, 0.5), StageTimes(2.0, 0.25))),
+        EngineStats(stages=(StageTimes(4.0, 1.0), StageTimes(8.0, 2.0))),
+    ]
+    assert merge_stats(readings).stages == (StageTimes(5.0, 1.5), StageTimes(10.0, 2.25))
+    assert merge_stats([EngineStats(), *readings]).stages == merge_stats(readings).stages, "one has sent nothing yet"
+    assert merge_stats([EngineStats(), EngineStats()]).stages == ()
 
 
 def test_shares_are_of_all_pages() -> None:

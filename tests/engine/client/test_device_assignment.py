@@ -42,6 +42,24 @@ def test_too_few_gpus_are_an_error_with_sizes_that_fit() -> None:
         assign_devices(EngineConfig(dp_size=2, tp_size=4), gpus(1), {})
 
 
+def test_a_replica_has_the_devices_of_all_its_stages() -> None:
+    two = EngineConfig(dp_size=2, tp_size=2, pp_size=2)
+    own = [resources.environment["CUDA_VISIBLE_DEVICES"] for resources in assign_devices(two, gpus(8), {})]
+    assert own == ["0,1,2,3", "4,5,6,7"]
+    with pytest.raises(ConfigError) as caught:
+        assign_devices(two, gpus(4), {})
+    assert str(caught.value) == (
+        "tp_size=2 and dp_size=2 with pp_size=2 take 8 devices, and there are 4; what fits: --tp-size 2 --dp-size 1 "
+        "--pp-size 2"
+    )
+    with pytest.raises(ConfigError, match=r"what fits: --tp-size 1 --dp-size 1 --pp-size 2$"):
+        assign_devices(two, gpus(3), {})
+    v6e = Devices(platform="tpu", num_devices=8, num_chips=8)
+    assert assign_devices(two, v6e, {})[1].environment["TPU_VISIBLE_CHIPS"] == "4,5,6,7"
+    with pytest.raises(ConfigError, match=r"tp_size=1 with pp_size=3 gives each replica 3 TPU chips"):
+        assign_devices(EngineConfig(dp_size=2, pp_size=3), v6e, {})
+
+
 def test_a_tpu_is_divided_by_chips() -> None:
     v6e = Devices(platform="tpu", num_devices=8, num_chips=8)
     [first, second] = assign_devices(EngineConfig(dp_size=2, tp_size=4), v6e, {})

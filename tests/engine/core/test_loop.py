@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from jaxserve.api_types import EngineStats
+from jaxserve.api_types import EngineStats, StageTimes
 from jaxserve.engine.core.loop import EngineLoop
 from jaxserve.engine.core.step_log import StepLog
 from jaxserve.engine.scheduling.scheduler import Scheduler
@@ -119,6 +119,27 @@ def test_the_decode_line_shows_the_acceptance_of_its_steps(caplog: pytest.LogCap
     lines = [message for message in caplog.messages if message.startswith("Decode")]
     assert len(lines) == 2
     assert all("accept len: 2.00, accept rate: 0.50, gen throughput" in line for line in lines)
+
+
+class _Staged(_Recording):
+    """An executor of 2 stages, which waited 100 s at first; a step takes the first one 3 of 4 s, the other 2 of 4 s."""
+
+    def stage_times(self) -> tuple[StageTimes, ...]:
+        steps = float(self.calls.count("dispatch"))
+        return StageTimes(3 * steps, 100 + steps), StageTimes(2 * steps, 100 + 2 * steps)
+
+
+def test_the_decode_line_shows_how_busy_stages_were_in_its_steps(caplog: pytest.LogCaptureFixture) -> None:
+    executor = _Staged()
+    loop = _loop(executor, overlap=False, decode_log_interval=4)
+    loop.add(make_request("a", max_tokens=12))
+    with caplog.at_level(logging.INFO, "jaxserve.engine"):
+        while loop.has_work:
+            loop.step()
+    lines = [message for message in caplog.messages if message.startswith("Decode")]
+    assert len(lines) == 2
+    assert all(line.endswith(", stages busy: 75%/50%") for line in lines)
+    assert loop.stats().stages == executor.stage_times()
 
 
 def test_idle_time_is_not_counted_into_the_throughput(caplog: pytest.LogCaptureFixture) -> None:

@@ -77,6 +77,12 @@ def test_devices_of_a_cpu_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=120))
     facts = facts_of_devices([_attached("cpu", 0)] * 8, EngineConfig(tp_size=2, dp_size=3, dp_mode="mesh"))
     assert (facts.memory_bytes, facts.max_devices) == (20, 8)
+    staged = EngineConfig(tp_size=2, pp_size=3, nnodes=3, dist_init_addr="10.0.0.1:5000")
+    assert facts_of_devices([_attached("cpu", 0)] * 2, staged).memory_bytes == 60, "of the devices of this process"
+
+
+def test_stages_have_devices_of_all_hosts() -> None:
+    assert facts_of_target("nvidia-h200", 4, 4).max_devices == 32
 
 
 @pytest.mark.parametrize(

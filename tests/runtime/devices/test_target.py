@@ -54,6 +54,12 @@ def test_the_devices_of_all_hosts_count() -> None:
     assert load_target("tpu-v6e").max_devices(1) == 8
 
 
+def test_each_stage_may_have_a_topology_of_its_own() -> None:
+    h200, v6e = load_target("nvidia-h200"), load_target("tpu-v6e")
+    assert [h200.max_devices(nnodes, 2) for nnodes in (1, 3, 4, 5)] == [8, 24, 32, 32]
+    assert [v6e.max_devices(nnodes, 2) for nnodes in (1, 2, 3)] == [8, 16, 16]
+
+
 def test_the_error_for_an_unknown_target_lists_the_targets() -> None:
     with pytest.raises(ConfigError, match=r"'zz' is not known; there are: nvidia-a100-80, .*tpu-v7"):
         load_target("zz")

@@ -54,6 +54,23 @@ def test_an_fp8_cache_is_suggested_only_if_a_kernel_supports_it() -> None:
         )
 
 
+@pytest.mark.parametrize(
+    ("devices", "sizes", "named"),
+    [(8, {"tp_size": 2}, ["--pp-size 3"]), (4, {"tp_size": 2}, []), (8, {"dp_size": 2}, ["--pp-size 3"])],
+)
+def test_more_stages_are_suggested_if_there_are_devices(devices: int, sizes: dict[str, int], named: list[str]) -> None:
+    config = EngineConfig(**sizes)  # type: ignore[arg-type]
+    assert find_fixes(config, model(), _facts(100, devices), lambda made: made.config.pp_size == 3) == named
+
+
+def test_stages_leave_fewer_devices_for_more_shards() -> None:
+    found = [
+        find_fixes(EngineConfig(pp_size=2), model(), _facts(100, devices), lambda made: made.config.tp_size == 2)
+        for devices in (4, 3)
+    ]
+    assert found == [["--tp-size 2"], []]
+
+
 def test_a_fitting_deployment_is_returned() -> None:
     made = deploy_or_advise(EngineConfig(), model(), _facts(100))
     assert made == deploy(EngineConfig(), model(), _facts(100))

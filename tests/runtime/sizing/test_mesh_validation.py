@@ -60,6 +60,31 @@ def test_more_devices_than_available_are_refused() -> None:
     assert message == "tp_size=8 and dp_size=1 take 8 devices, and there are 4; what fits: --tp-size 4 --dp-size 1"
 
 
+@pytest.mark.parametrize(
+    ("most", "sizes", "fits"),
+    [
+        (8, {"tp_size": 4, "pp_size": 3}, "--tp-size 2 --dp-size 1 --pp-size 3 or --tp-size 4 --dp-size 1 --pp-size 2"),
+        (6, {"tp_size": 2, "dp_size": 2, "pp_size": 2}, "--tp-size 2 --dp-size 1 --pp-size 2 or --tp-size 1 --dp-size 2"
+         " --pp-size 2 or --tp-size 2 --dp-size 2 --pp-size 1"),
+        (2, {"pp_size": 4}, "--tp-size 1 --dp-size 1 --pp-size 2"),
+        (1, {"tp_size": 2, "pp_size": 2}, "--tp-size 1 --dp-size 1 --pp-size 1"),
+    ],
+)  # fmt: skip
+def test_more_stages_than_there_are_devices_for_are_refused(most: int, sizes: dict[str, int], fits: str) -> None:
+    message = _refusal("cuda", most, (32, 8, 14336), **sizes)
+    tensor, data, stages = (sizes.get(name, 1) for name in ("tp_size", "dp_size", "pp_size"))
+    assert message == (
+        f"tp_size={tensor} and dp_size={data} with pp_size={stages} take {tensor * data * stages} devices, and there "
+        f"are {most}; what fits: {fits}"
+    )
+
+
+def test_stages_leave_fewer_devices_for_shards() -> None:
+    facts = DeviceFacts(KernelTarget("cuda"), 2**34, max_devices=8)
+    check_mesh(EngineConfig(tp_size=2, pp_size=4), model(), facts)
+    assert _refusal("cuda", 8, (32, 8, 14336), tp_size=3, pp_size=4).endswith("the nearest that can: --tp-size 2")
+
+
 def test_the_error_on_a_cpu_says_how_to_simulate_devices() -> None:
     message = _refusal("cpu", 1, (4, 2, 48), tp_size=4)
     assert message.endswith("; XLA_FLAGS=--xla_force_host_platform_device_count=4 makes a CPU simulate them")

@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxserve.config.data_parallel import Parallelism
 from jaxserve.config.schema import EngineConfig
 from jaxserve.config.settings import settings
 from jaxserve.engine.scheduling.scheduler import Scheduler
 from jaxserve.errors import ConfigError
 from jaxserve.runtime.devices.device import DeviceFacts
 from jaxserve.runtime.execution.host_pool import host_pages
-from jaxserve.runtime.sizing.memory import Footprint, InsufficientMemoryError, plan_pool
+from jaxserve.runtime.sizing.memory import CPU_POOL_BYTES, Footprint, InsufficientMemoryError, plan_pool
 from jaxserve.runtime.sizing.sizes import Sizes, resolve_sizes
 from jaxserve.runtime.step.state import ArraySpec
 from pallas_kernels.paged_attention import KernelTarget
@@ -38,6 +39,16 @@ def test_defaults_of_a_cpu() -> None:
     assert sizes.capacity.num_pages == 32 * 64 // 16
     assert sizes.chunked_prefill_size == sizes.max_prefill_tokens == sizes.max_num_batched_tokens == 64
     assert sizes.capacity.token_buckets == (16, 32, 64)
+
+
+def test_all_devices_of_a_cpu_share_the_cap_of_its_pools() -> None:
+    bytes_of_one: Any = {"weight_bytes": 2**20, "slot_bytes": 2**10, "bytes_per_token": (2**16,)}
+    config = EngineConfig(max_running_requests=1024)
+    made = [
+        resolve_sizes(config, laid_out(), CPU, **bytes_of_one, divided=divided)
+        for divided in (Parallelism(1, 1), Parallelism(1, 1, stages=4), Parallelism(2, 1, replicas=2, stages=2))
+    ]
+    assert [sizes.pool_bytes for sizes in made] == [CPU_POOL_BYTES, CPU_POOL_BYTES // 4, CPU_POOL_BYTES // 8]
 
 
 ABSURD = [0, -1, 1, 2**16, 2**31 - 1, 2**31, 10**11, 10**30, 1e-300, 1e308, math.nan, math.inf, -math.inf]

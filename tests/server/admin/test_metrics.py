@@ -8,7 +8,15 @@ import re
 import msgspec
 import pytest
 
-from jaxserve.api_types import EngineInfo, EngineRequest, EngineStats, FinishReason, ReplicaStats, SamplingParams
+from jaxserve.api_types import (
+    EngineInfo,
+    EngineRequest,
+    EngineStats,
+    FinishReason,
+    ReplicaStats,
+    SamplingParams,
+    StageTimes,
+)
 from jaxserve.observability import metrics as module
 from jaxserve.observability.metrics import Metrics
 from tests.server.conftest import ServerUnderTest, over_asgi
@@ -174,6 +182,7 @@ STATS = EngineStats(
     step_tokens=1020,
     steps_by_tokens=(50, 10, *(0,) * 5, 9, *(0,) * 5, 1),
     expert_tokens=((), (30, 10, 20), (0, 60, 0)),
+    stages=(StageTimes(9.5, 0.5), StageTimes(7.25, 2.75)),
 )
 
 
@@ -247,6 +256,10 @@ def test_engine_metrics():
         'expert_tokens_total{expert="2"}': 20,
         'expert_balance{layer="1"}': 60 / 90,
         'expert_balance{layer="2"}': 60 / 180,
+        'stage_compute_seconds_total{stage="0"}': 9.5,
+        'stage_compute_seconds_total{stage="1"}': 7.25,
+        'stage_wait_seconds_total{stage="0"}': 0.5,
+        'stage_wait_seconds_total{stage="1"}': 2.75,
     }
     assert {name: found[f"jaxserve:{name}"] for name in truth} == truth
     [info] = [name for name in found if name.startswith("jaxserve:engine_info")]

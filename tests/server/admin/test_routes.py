@@ -91,6 +91,13 @@ async def test_server_info():
         assert (await server.http.get("/server_info", headers=headers)).json()["open_requests"] == 0
 
 
+async def test_server_info_tells_how_the_model_is_divided():
+    async with over_asgi() as server:
+        server.state.engine_config = EngineConfig(tp_size=4, pp_size=2, dp_size=3, ep_size=2, dp_mode="replicas")
+        info = (await server.http.get("/server_info")).json()
+    assert {name: info[f"{name}_size"] for name in ("tp", "dp", "pp", "ep")} == {"tp": 4, "dp": 3, "pp": 2, "ep": 2}
+
+
 async def test_server_info_tells_routers_where_the_events_of_caches_are():
     async with over_asgi() as server:
         assert "kv_events" not in (await server.http.get("/server_info")).json()

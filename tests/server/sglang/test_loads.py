@@ -101,6 +101,8 @@ async def test_each_replica_is_a_load(
 async def test_a_load_has_the_devices_of_its_process(server: ServerUnderTest, mode: str, devices: int) -> None:
     server.state.engine_config = EngineConfig(dp_size=2, tp_size=3, dp_mode=mode)
     assert (await ask(server, "/v1/loads"))["num_accelerators"] == devices
+    server.state.engine_config = EngineConfig(dp_size=2, tp_size=3, pp_size=2, dp_mode=mode)
+    assert (await ask(server, "/v1/loads"))["num_accelerators"] == 2 * devices
 
 
 async def test_a_query_chooses_ranks_and_sections(server: ServerUnderTest, readings: list[EngineStats]) -> None:
