@@ -100,6 +100,7 @@ class Builder(abc.ABC):
         device = self.mesh.devices.flat[0]
         return {
             "mesh": dict(self.mesh.shape),
+            "devices": [device.id for device in self.mesh.devices.flat],
             "processes": self.num_processes,
             "process": jax.process_index() if self.num_processes > 1 else 0,
             "jax": jax.__version__,

@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from jaxserve.runtime.execution.device_commands import LocalCommands
+from jaxserve.runtime.execution.device_commands import LocalCommands, Receive
 from jaxserve.runtime.execution.executor import DeviceExecutor
 from jaxserve.runtime.execution.host_pool import HostPool
 from jaxserve.runtime.programs.table import KINDS, step_keys
@@ -47,12 +47,15 @@ class Commands:
         self.tokens = Output(tokens[:, :, None])
         self.logprobs = [Output(x) for x in (np.full(shape, -1.0), np.zeros((*shape, 20)), np.full((*shape, 20), -1.0))]
 
-    def run(self, key: ProgramKey, packed: np.ndarray) -> StepOutput | None:
-        if not KINDS[key.kind].takes_weights:
-            self.updates.append((key, packed))
-            return None
+    def run(self, key: ProgramKey, packed: np.ndarray, after: int = -1) -> None:
+        (self.steps if KINDS[key.kind].takes_weights else self.updates).append((key, packed))
+
+    def start(self, key: ProgramKey, packed: np.ndarray, after: int, receive: Receive) -> int:
         self.steps.append((key, packed))
-        return StepOutput(self.tokens, self.tokens, Logprobs(*self.logprobs), None, None)  # type: ignore[arg-type]
+        receive(StepOutput(self.tokens, self.tokens, Logprobs(*self.logprobs), None, None))  # type: ignore[arg-type]
+        return len(self.steps) - 1
+
+    def finish(self, number: int) -> None: ...
 
     def store_arrived(self) -> None: ...
 
