@@ -66,6 +66,7 @@ from jaxserve.runtime.sizing.memory_advice import deploy_or_advise
 from jaxserve.runtime.sizing.sizes import Sizes
 from jaxserve.runtime.sizing.temp_memory import size_pool_by_compiler
 from jaxserve.runtime.step.page_copies import row_specs
+from jaxserve.runtime.step.program import ProgramKey
 from jaxserve.text.grammars.vocabulary import load_vocabulary
 from jaxserve.text.tokenizers.tokenizer import load_tokenizer
 from jaxserve.weights import check_tensors, checkpoint_kv_scales, stored_types
@@ -101,7 +102,7 @@ def build_engine(config: EngineConfig, nodes: ProcessGroup | None = None) -> tup
         calls,
         parts.deployment.capacity,
         timeline,
-        parts.programs[0].substitute if len(parts.programs) == 1 else lambda key: key,
+        _substitute(parts),
         int if nodes is None else lambda: nodes.peer_compiles,
         dict if nodes is None else lambda: nodes.peer_stage_times,
         calculates_kv_scales=config.calculate_kv_scales,
@@ -120,6 +121,18 @@ def build_engine(config: EngineConfig, nodes: ProcessGroup | None = None) -> tup
     speculation = _speculation(parts.deployment)
     loop = _make_loop(config, parts.deployment.sizes, executor, parts.num_host_pages, timeline, profiling, speculation)
     return loop, msgspec.structs.replace(parts.info, startup_seconds=parts.phases.seconds)
+
+
+def _substitute(parts: _EngineParts) -> Callable[[ProgramKey], ProgramKey]:
+    """Return the function that names the program of a step that has none of its own.
+
+    All programs of pipeline stages are loaded, but on a CPU that drafts, none is without a sampler.
+    """
+    stages = parts.deployment.stages
+    if not stages:
+        return parts.programs[0].substitute
+    keys = set(stages[-1].program_keys)
+    return lambda key: key if key in keys else key._replace(greedy=False)
 
 
 def build_follower(config: EngineConfig, nodes: ProcessGroup) -> tuple[Callable[[bytes], None], EngineInfo]:

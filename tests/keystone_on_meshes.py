@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -23,6 +24,7 @@ from jaxserve.engine.multihost.process_group import ProcessGroup
 from jaxserve.worker import build_engine
 from tests.drafts import draft_any_lengths
 from tests.test_keystone import (
+    DEEP,
     FULL,
     GROUPS,
     GROUPS_OF_EXPERTS,
@@ -54,6 +56,8 @@ MODELS = {
     "": FULL,
     "ngram": FULL,
     "draft": FULL,
+    "deep": FULL | DEEP,
+    "uneven": FULL | DEEP,
     "groups": GROUPS,
     "mixture": MIXTURE,
     "ragged": MIXTURE,
@@ -71,6 +75,7 @@ FEW_ROWS: dict[str, Any] = {"max_running_requests": 2, "cuda_graph_bs": (2,)}
 MORE: dict[str, dict[str, Any]] = {
     "ngram": {"speculative_method": "ngram", "num_speculative_tokens": 3},
     "draft": {"speculative_method": "draft", "num_speculative_tokens": 3} | FEW_ROWS,
+    "uneven": {"pp_layer_partition": "3,1"},
     "groups": TWO_POOLS,
     "ragged": RAGGED,
     "groups-mixture": TWO_POOLS,
@@ -82,11 +87,20 @@ MORE: dict[str, dict[str, Any]] = {
 SEEDS = {"ngram": 3, "draft": 1}
 
 
+def sizes_of(shape: str) -> tuple[int, int, int | None, int]:
+    """Return the ranks, the shards, the parts of experts and the stages of a mesh shape."""
+    found = re.match(r"(\d+)x(\d+)(?:e(\d+))?(?:p(\d+))?", shape)
+    assert found is not None
+    data, tensor, parts, stages = found.groups()
+    return int(data), int(tensor), None if parts is None else int(parts), int(stages or 1)
+
+
 def settings(model: str, shape: str, **more: Any) -> EngineConfig:
-    """Return the configuration of a mesh shape: ranks x shards, and e with the parts into which experts are divided."""
-    mesh, _, parts = shape.partition("e")
-    data, tensor = map(int, mesh.split("x"))
-    more |= {"ep_size": int(parts)} if parts else {}
+    """Return the configuration of a mesh shape: ranks x shards; then e with the parts into which experts are divided,
+    and p with the pipeline stages."""
+    data, tensor, parts, stages = sizes_of(shape)
+    more |= {"ep_size": parts} if parts else {}
+    more |= {"pp_size": stages}
     if more.get("speculative_method") == "draft":
         more["speculative_model"] = model
     tensor *= data if more.get("enable_dp_attention") else 1

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from jaxserve import host
-from tests.keystone_on_meshes import MODELS, write_model
+from tests.keystone_on_meshes import MODELS, sizes_of, write_model
 from tests.selection import grid
 
 pytestmark = pytest.mark.process
@@ -38,6 +38,10 @@ SHAPES += ["1x1-groups-mixture", "2x4e4-groups-ragged"]
 # Latent rows: on one shard, on every shard of a rank, and with attention by ranks
 SHAPES += ["1x1-latent", "1x2-latent", "2x2e2-latent", "2x2e4-latent-ragged", "4x1e4-latent-expanded"]
 SHAPES += ["2x2-ngram", "1x2-draft", "2x2-draft"]
+# Pipeline stages: beside ranks and shards, with one layer each, of different kinds, and with drafts
+SHAPES += ["1x1p2", "1x2p2", "2x2p2", "1x1-deep", "1x1p4-deep", "1x2p4-deep", "2x1p4-deep", "1x1p2-uneven"]
+SHAPES += ["1x1p2-groups", "1x1p3-groups", "2x1p2-windows", "1x2e2p2-mixture", "2x2e4p2-ragged", "1x2p2-groups-mixture"]
+SHAPES += ["1x1p2-latent", "2x1e2p2-latent-ragged", "1x1p2-ngram", "2x1p2-ngram", "1x2p2-draft"]
 # Programs this small take longer to compile than to run.
 FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
 
@@ -48,13 +52,17 @@ QUICK = ("1x1", "2x2-draft", "1x1-latent", "2x2e4-latent-ragged")
 
 # (data x tensor, processes): one rank over both processes, one rank in each, one shard of a rank in each.
 CASES = [("1x2", 2), ("2x2", 2), ("2x2", 4), ("2x2e4-mixture", 2), ("2x2e4-latent-ragged", 2), ("2x2-draft", 2)]
+# A stage, or two, for each process, and two processes for a stage
+CASES += [("1x1p2", 2), ("1x2p2", 4), ("1x1p4-deep", 2), ("2x1p2-ngram", 2), ("2x1p4-deep", 4), ("1x2p2-draft", 2)]
+CASES += [("2x2e4p2-ragged", 2)]
 
 
 def _alone(shape: str) -> str:
     """Return the shape of one device that has the same model."""
     if "latent" in shape:
         return "1x1-latent"
-    return re.sub("-(ngram|draft)$", "", re.sub("^[^-]*", "1x1", shape)).replace("ragged", "mixture")
+    alone = re.sub("-(ngram|draft)$", "", re.sub("^[^-]*", "1x1", shape))
+    return alone.replace("ragged", "mixture").replace("uneven", "deep")
 
 
 @pytest.fixture(scope="module")
@@ -86,8 +94,9 @@ def test_tokens_are_those_of_one_device(shape: str, served: dict[str, Any]) -> N
 
 
 def _run(model: Path, shape: str, nnodes: int) -> dict[str, Any]:
-    data, tensor = map(int, re.findall("[0-9]+", shape)[:2])
-    flags = f"--xla_force_host_platform_device_count={data * tensor // nnodes} --xla_backend_optimization_level=0"
+    data, tensor, _, stages = sizes_of(shape)
+    devices = data * tensor * stages // nnodes
+    flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
     env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     address = f"127.0.0.1:{host.free_port()}"
     command = [sys.executable, "-m", "tests.keystone_on_processes", str(model), shape, str(nnodes)]
