@@ -226,8 +226,10 @@ def _prepare(config: EngineConfig, nodes: ProcessGroup | None) -> _EngineParts:
         stages[number] = LocalCommands(params, state, programs[number], host, mesh)
     calls: LocalCommands | StagedCommands
     if deployment.stages:
+        # In one process, the step fails as a whole, and the engine finds it.
+        on_failure = logger.error if nodes is None else nodes.fail_after_cause
         with phases("programs"):
-            calls, count = connect_stages(deployment, meshes, stages, bundle)
+            calls, count = connect_stages(deployment, meshes, stages, bundle, on_failure)
         compiled += count
     else:
         [calls] = filter(None, stages)

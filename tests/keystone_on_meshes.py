@@ -28,6 +28,7 @@ from tests.test_keystone import (
     FULL,
     GROUPS,
     GROUPS_OF_EXPERTS,
+    HEADED,
     LATENT,
     MIXTURE,
     WINDOWED,
@@ -66,6 +67,7 @@ MODELS = {
     "groups-ragged": GROUPS_OF_EXPERTS,
     "latent": LATENT,
     "latent-ragged": LATENT,
+    "latent-mtp": HEADED["mtp"],
     "latent-expanded": LATENT,
 }
 RAGGED: dict[str, Any] = {"all2all_backend": "ragged_all_to_all", "enable_dp_attention": True}
@@ -76,6 +78,7 @@ MORE: dict[str, dict[str, Any]] = {
     "ngram": {"speculative_method": "ngram", "num_speculative_tokens": 3},
     "draft": {"speculative_method": "draft", "num_speculative_tokens": 3} | FEW_ROWS,
     "uneven": {"pp_layer_partition": "3,1"},
+    "latent-mtp": {"speculative_method": "mtp", "num_speculative_tokens": 2} | FEW_ROWS,
     "groups": TWO_POOLS,
     "ragged": RAGGED,
     "groups-mixture": TWO_POOLS,
@@ -84,7 +87,7 @@ MORE: dict[str, dict[str, Any]] = {
     "latent-expanded": RAGGED | {"attention_backend": "reference"},
 }
 # With these, all that may happen does.
-SEEDS = {"ngram": 3, "draft": 1}
+SEEDS = {"ngram": 3, "draft": 1, "mtp": 1}
 
 
 def sizes_of(shape: str) -> tuple[int, int, int | None, int]:

@@ -45,12 +45,11 @@ def parse_kv_scale_name(name: str) -> KVScaleName | None:
 class KVScales:
     """Scales by KV group, float32 `[2, layers, kv_heads]`, keys first; 1 for layers without any in the checkpoint.
 
-    `num_layers` is the number of layers that have scales there, of `num_kv_layers` that keep keys and values.
+    `num_layers` is the number of layers that have scales there.
     """
 
     by_group: tuple[np.ndarray, ...]
     num_layers: int
-    num_kv_layers: int
 
 
 def read_kv_scales(source: TensorSource, model: AnyModel) -> KVScales | None:
@@ -73,7 +72,7 @@ def read_kv_scales(source: TensorSource, model: AnyModel) -> KVScales | None:
         counted += bool(own)
         for which, name in enumerate(own):
             by_group[place.group][which, int(place.index)] = _per_head(source, name, model, layer)
-    return KVScales(by_group, counted, len(places)) if counted else None
+    return KVScales(by_group, counted) if counted else None
 
 
 def _of_layer(source: TensorSource, names: Mapping[tuple[int, str], str], layer: int) -> list[str]:

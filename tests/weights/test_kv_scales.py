@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from jaxserve.errors import ConfigError
-from jaxserve.models.layout import LaidOutModel
+from jaxserve.models.layout import LaidOutModel, Stage
 from jaxserve.models.registry import parse_model_config
 from jaxserve.weights.hf import SafetensorsFolder
 from jaxserve.weights.kv_scales import KVScales, read_kv_scales
@@ -44,7 +44,7 @@ def read(model: Any = MODEL, **tensors: Any) -> KVScales | None:
 def test_one_scale_for_all_heads_or_one_for_each() -> None:
     found = read(_0_k_scale=0.5, _0_v_scale=[0.25], _1_k_scale=[[[2.0]], [[3.0]]], _1_v_scale=4.0)
     assert found is not None
-    assert (found.num_layers, found.num_kv_layers) == (2, 2)
+    assert found.num_layers == 2
     [group] = found.by_group
     np.testing.assert_array_equal(group, [[[0.5, 0.5], [2.0, 3.0]], [[0.25, 0.25], [4.0, 4.0]]])
 
@@ -52,7 +52,7 @@ def test_one_scale_for_all_heads_or_one_for_each() -> None:
 def test_layers_without_scales_have_ones() -> None:
     found = read(_1_attn__k_scale=0.5, _1_attn__v_scale=0.25, _1_q_scale=7.0)
     assert found is not None
-    assert (found.num_layers, found.num_kv_layers) == (1, 2)
+    assert found.num_layers == 1
     np.testing.assert_array_equal(found.by_group[0][:, :, 0], [[1.0, 0.5], [1.0, 0.25]])
     assert read() is None
     assert read(_0_q_scale=7.0) is None
@@ -103,3 +103,13 @@ def test_scales_in_a_file_of_any_float_type(tmp_path: Path) -> None:
 def test_scales_that_can_not_be_used(tensors: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read(**tensors)
+
+
+def test_a_stage_has_the_scales_of_its_own_layers() -> None:
+    scales = {f"_{layer}_{kind}_scale": 1.0 + layer for layer in range(3) for kind in "kv"}
+    found = read(LaidOutModel(GROUPS, stage=Stage(1, 2, 1, 3)), **scales)
+    assert found is not None
+    assert found.num_layers == 2
+    whole, window = found.by_group
+    assert (whole.shape[1], window.shape[1]) == (1, 1)
+    np.testing.assert_array_equal([one[:, :, 0] for one in (window, whole)], [[[2.0], [2.0]], [[3.0], [3.0]]])

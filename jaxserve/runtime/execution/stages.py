@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +25,12 @@ def connect_stages(
     meshes: Sequence[Mesh],
     stages: Sequence[LocalCommands | None],
     bundle: BundleManifest | None,
+    on_failure: Callable[[str], None],
 ) -> tuple[StagedCommands, int]:
-    """Return the commands of all stages, and how many programs were compiled. `stages` of other processes are None."""
+    """Return the commands of all stages, and how many programs were compiled. `stages` of other processes are None.
+
+    `on_failure` gets the reason if a stage of this process fails: those after it would wait for it.
+    """
     cache, count = program_cache_dir(deployment.config), 0
     targets = [*meshes[1:], meshes[0]]
     transfers: list[Transfer | None] = []
@@ -42,5 +46,5 @@ def connect_stages(
         feedback = jax.tree.map(
             lambda spec, where: jnp.zeros(spec.shape, spec.dtype, device=where), specs, shardings(meshes[0], specs)
         )
-    clocks = [None if stage is None else StageClock(f"stage-{i}") for i, stage in enumerate(stages)]
+    clocks = [None if stage is None else StageClock(i, on_failure) for i, stage in enumerate(stages)]
     return StagedCommands(deployment.capacity, stages, transfers, clocks, feedback), count

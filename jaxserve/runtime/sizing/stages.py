@@ -34,7 +34,7 @@ def divide_layers(
         own = [device_bytes(layer, axes) for layer in params.layers]
         own[0] += embedding
         own[-1] += (head or embedding) + device_bytes(drafting, axes)
-        sizes = _by_weight(own, count)
+        sizes = divide_by_weight(own, count)
     else:
         sizes = wanted
         if sum(sizes) != layers:
@@ -44,6 +44,32 @@ def divide_layers(
             )
     ends = list(itertools.accumulate(sizes))
     return [Stage(i, count, end - size, end) for i, (size, end) in enumerate(zip(sizes, ends, strict=True))]
+
+
+def divide_by_weight(weights: Sequence[int], count: int) -> list[int]:
+    """Return the layers of each stage: the heaviest is as light as possible, then all are as even as possible."""
+    total = [0, *itertools.accumulate(weights)]
+
+    def divide(most: float) -> list[int] | None:
+        """Return the layers of stages of at most `most` with the smallest sum of squares, None if there are none."""
+        # By the number of layers divided so far: the sum of squares, and the layers of each stage
+        best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
+        for _ in range(count):
+            longer: dict[int, tuple[float, list[int]]] = {}
+            for at, (squares, sizes) in best.items():
+                for end in range(at + 1, len(total)):
+                    if (weight := total[end] - total[at]) > most:
+                        break
+                    if (found := squares + weight**2) < longer.get(end, (math.inf, []))[0]:
+                        longer[end] = found, [*sizes, end - at]
+            best = longer
+        return best.get(len(weights), (0.0, None))[1]
+
+    limits = sorted({total[end] - total[at] for at in range(len(weights)) for end in range(at + 1, len(total))})
+    least = bisect.bisect_left(limits, True, key=lambda most: divide(most) is not None)
+    sizes = divide(limits[least])
+    assert sizes is not None
+    return sizes
 
 
 def _check(config: EngineConfig, model: AnyModel) -> None:
@@ -69,30 +95,4 @@ def _evenly(layers: int, count: int) -> list[int]:
     sizes = [each] * count
     for stage in sorted(range(count), key=lambda stage: (stage in (0, count - 1), stage == 0))[:left]:
         sizes[stage] += 1
-    return sizes
-
-
-def _by_weight(weights: Sequence[int], count: int) -> list[int]:
-    """Return the layers of each stage: the heaviest is as light as possible, then all are as even as possible."""
-    total = [0, *itertools.accumulate(weights)]
-
-    def divide(most: float) -> list[int] | None:
-        """Return the layers of stages of at most `most` with the smallest sum of squares, None if there are none."""
-        # By the number of layers divided so far: the sum of squares, and the layers of each stage
-        best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
-        for _ in range(count):
-            longer: dict[int, tuple[float, list[int]]] = {}
-            for at, (squares, sizes) in best.items():
-                for end in range(at + 1, len(total)):
-                    if (weight := total[end] - total[at]) > most:
-                        break
-                    if (found := squares + weight**2) < longer.get(end, (math.inf, []))[0]:
-                        longer[end] = found, [*sizes, end - at]
-            best = longer
-        return best.get(len(weights), (0.0, None))[1]
-
-    limits = sorted({total[end] - total[at] for at in range(len(weights)) for end in range(at + 1, len(total))})
-    least = bisect.bisect_left(limits, True, key=lambda most: divide(most) is not None)
-    sizes = divide(limits[least])
-    assert sizes is not None
     return sizes

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from jaxserve import host
+from jaxserve.api_types import StageTimes
 from jaxserve.config.schema import EngineConfig
 from jaxserve.engine.multihost.process_group import ProcessGroup
 from jaxserve.errors import ConfigError
@@ -69,6 +70,18 @@ def test_the_leader_knows_the_compiles_of_its_followers(groups: list[ProcessGrou
     while leader.peer_compiles != 5 and time.monotonic() < deadline:
         time.sleep(0.05)
     assert (leader.peer_compiles, first.peer_compiles) == (5, 0)
+
+
+def test_the_leader_knows_the_times_of_its_followers_stages(groups: list[ProcessGroup]) -> None:
+    leader, first, second = groups
+    first.own_stage_times = lambda: {1: StageTimes(1.0, 0.5)}
+    second.own_stage_times = lambda: {2: StageTimes(2.0, 0.25), 3: StageTimes(3.0, 0.125)}
+    expected = {1: StageTimes(1.0, 0.5), 2: StageTimes(2.0, 0.25), 3: StageTimes(3.0, 0.125)}
+    deadline = time.monotonic() + 30
+    while leader.peer_stage_times != expected and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert leader.peer_stage_times == expected
+    assert first.peer_stage_times == {}
 
 
 def test_each_knows_the_address_by_which_it_is_reached(groups: list[ProcessGroup]) -> None:
