@@ -315,7 +315,7 @@ def _run(
 
 
 def assert_experts_are_counted(stats: EngineStats, model: dict[str, Any]) -> None:
-    """In each layer with experts, every token that a step computed has its number of them."""
+    """In each layer with experts, every token that a step computed has its number of them, drafts included."""
     experts = model.get("n_routed_experts", model.get("num_local_experts"))
     if experts is None:
         assert stats.expert_tokens == ()
@@ -324,7 +324,8 @@ def assert_experts_are_counted(stats: EngineStats, model: dict[str, Any]) -> Non
     assert [len(counts) for counts in stats.expert_tokens] == [0] * dense + [experts] * (
         model["num_hidden_layers"] - dense
     )
-    assert {sum(counts) for counts in stats.expert_tokens[dense:]} == {stats.step_tokens * model["num_experts_per_tok"]}
+    computed = stats.step_tokens + stats.draft_tokens
+    assert {sum(counts) for counts in stats.expert_tokens[dense:]} == {computed * model["num_experts_per_tok"]}
 
 
 def _together(events: list[TokenEvent]) -> Answer:
