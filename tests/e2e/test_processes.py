@@ -28,6 +28,9 @@ FLAGS = ["--load-format", "dummy", "--dtype", "float32", "--device", "cpu", "--c
 # One shard for each process; and, where answers are compared, one of two ranks for each.
 MESH = ["--tp-size", "2", "--nnodes", "2"]
 RANKS = ["--tp-size", "2", "--dp-size", "2", "--nnodes", "2"]
+# A pipeline stage for each process; and two devices for each stage.
+STAGES = ["--pp-size", "2", "--nnodes", "2"]
+WIDE_STAGES = ["--pp-size", "2", "--tp-size", "2", "--nnodes", "2"]
 STREAM = {"prompt": [1, 2, 3], "temperature": 0, "ignore_eos": True, "stream": True}
 
 
@@ -73,7 +76,7 @@ def service(
     mesh: list[str] = MESH,
 ) -> Iterator[Service]:
     """Ready, and gone afterwards with all of its processes."""
-    devices = f"--xla_force_host_platform_device_count={2 if mesh is RANKS else 1}"
+    devices = f"--xla_force_host_platform_device_count={2 if mesh in (RANKS, WIDE_STAGES) else 1}"
     monkeypatch.setenv("XLA_FLAGS", f"{devices} --xla_backend_optimization_level=0")
     port = relay.target if relay is not None else host.free_port()
     made = Service(model, relay.port if relay is not None else port, port, mesh)
@@ -172,13 +175,16 @@ def _texts(url: str) -> list[str]:
 
 
 @pytest.mark.grid
-def test_it_answers_as_one_device_does_and_drains(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("mesh", "tokens"), [(RANKS, 8192), (STAGES, 4096), (WIDE_STAGES, 4096)], ids=str)
+def test_it_answers_as_one_device_does_and_drains(
+    mesh: list[str], tokens: int, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
     with serving(model, *FLAGS, "--program-cache-dir", f"{model}/programs") as alone:
         expected = _texts(alone.url)
-    with service(model, monkeypatch, mesh=RANKS) as made:
+    with service(model, monkeypatch, mesh=mesh) as made:
         assert _texts(made.url) == expected
-        assert made.leader.info()["engine"]["max_total_num_tokens"] == 8192
+        assert made.leader.info()["engine"]["max_total_num_tokens"] == tokens
         metrics = httpx.get(f"{made.url}/metrics").text.splitlines()
         [compiles] = [line for line in metrics if line.startswith("jaxserve:compiles_after_ready")]
         assert compiles.endswith(" 0.0")
@@ -189,9 +195,12 @@ def test_it_answers_as_one_device_does_and_drains(model: str, monkeypatch: pytes
         assert "The service has ended" in made.log(1)
 
 
-@pytest.mark.parametrize("victim", grid(["api", "engine", "watcher", "follower"], lambda victim: victim == "follower"))
-def test_a_killed_process_ends_all(victim: str, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with service(model, monkeypatch) as made:
+VICTIMS = [(victim, mesh) for victim in ("api", "engine", "watcher", "follower") for mesh in (MESH, STAGES)]
+
+
+@pytest.mark.parametrize(("victim", "mesh"), grid(VICTIMS, lambda case: case == ("follower", STAGES)), ids=str)
+def test_a_killed_process_ends_all(victim: str, mesh: list[str], model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with service(model, monkeypatch, mesh=mesh) as made:
         with _open_streams(made.url, 3) as streams:
             kill(made.family()[victim])
         assert all(one.wait() != 0 for one in made.both)
