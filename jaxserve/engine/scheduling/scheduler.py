@@ -52,7 +52,9 @@ class Scheduler:
     most `max_prefill_tokens` belong to prompts. Requests beyond `limits` are refused. `random_seed` determines the
     seeds of requests without one. Each rank keeps pages evicted from its prefix cache in `num_host_pages` pages of host
     memory, by KV group (none if empty), and with `record_cache_events` records what can be found in it. Without
-    `grammars`, requests that have one are rejected. `clock` returns seconds and measures queue time.
+    `grammars`, requests that have one are rejected. `overlap` says whether a request's next step is planned before the tokens of
+    the one before are known; with one pipeline stage, the caller decides that. `clock` returns seconds and measures
+    queue time.
     Raises `ConfigError` if a limit is so low that nothing could ever run.
     """
 
@@ -74,6 +76,7 @@ class Scheduler:
         mixed_step_seconds: float = 0.0,
         speculation: Speculation | None = None,
         grammars: Grammars | None = None,
+        overlap: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._capacity = capacity
@@ -101,6 +104,7 @@ class Scheduler:
             shares_prefixes=prefix_cache,
             mixed_step_seconds=mixed_step_seconds,
             speculation=speculation,
+            overlap=overlap,
         )
         self._speculation = speculation
         self._awaiting = None if grammars is None else AwaitingRequests(grammars)
@@ -182,7 +186,7 @@ class Scheduler:
         now = self._clock() if self._times_steps else 0.0
         self._in_flight.append(_Planned(plan, requests, drawing, now))
         if plan.num_decodes:
-            self._ratio.decay()
+            self._ratio.decay(plan.num_decodes / (plan.num_decodes + sum(self._planner.num_others)))
         if plan.opens:
             self._stats.count_starts(requests[-len(plan.opens) :], self._clock())
         if plan.chunks:
@@ -213,6 +217,8 @@ class Scheduler:
         assert planned is plan, "plans are committed in the order they were made"
         if self._times_steps and plan.chunks:
             self._time_step(plan, planned_at)
+        if self._planner.micro_batches is not None:
+            self._planner.micro_batches.end_step()
         self._stats.num_steps += 1
         events = self.take_events()
         logprobs = result.logprobs
