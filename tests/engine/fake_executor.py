@@ -151,7 +151,6 @@ class FakeExecutor:
         self.capacity = capacity
         self._most_in_flight = 2 if overlap else 1
         self._num_collected = 0
-        self._awaited = -1  # the latest step whose tokens another needs
         self.compiles_after_ready = 0
         self.plans: list[StepPlan] = []
         self._random = random.Random(0)
@@ -227,9 +226,8 @@ class FakeExecutor:
         decodes = [*plan.chunks[: plan.num_decodes], *plan.draws]
         awaited = [self._slots[decode.rank, decode.slot].steps[-1] for decode in decodes]
         prompts = plan.chunks[plan.num_decodes + plan.num_forced :]
-        latest = max([self._awaited, number - self.capacity.num_stages])
-        assert not prompts or max(awaited, default=-1) <= latest, "a prompt waits for tokens of decodes"
-        self._awaited = max([self._awaited, *awaited])
+        drawn = number - self.capacity.num_stages
+        assert not prompts or all(step <= drawn for step in awaited), "a prompt waits for tokens of decodes"
         for chunk in prompts:
             self._slots[chunk.rank, chunk.slot].steps = [number]
         forced = plan.chunks[plan.num_decodes : plan.num_decodes + plan.num_forced]

@@ -18,26 +18,35 @@ from jaxserve.engine.scheduling.request import Request
 class MicroBatches:
     """The micro-batches of `ranks`, of which each request is in `Request.micro_batch`.
 
-    `turns` are their numbers, the one first whose last step was planned the longest ago. That was at least `count` steps
-    ago, as the steps since then are of others, so its tokens are there when the first stage begins its next one. Each
-    may have `most_in_flight` steps in flight.
+    There are `count` of them. Each may have `most_in_flight` steps in flight.
     """
 
     def __init__(self, ranks: Sequence[Rank], count: int, most_in_flight: int) -> None:
-        self.turns = list(range(count))
         self._ranks = ranks
+        self._count = count
         self._most_in_flight = most_in_flight
+        self._num_steps = 0
+        self._last_steps = [-count] * count  # no request of a micro-batch had a later one
         # For each step in flight, the micro-batches that its requests are in; some may have moved since.
         self._in_flight: deque[set[int]] = deque()
 
+    @property
+    def turns(self) -> list[int]:
+        """The micro-batches, the one first whose last step was planned the longest ago."""
+        return sorted(range(self._count), key=self._last_steps.__getitem__)
+
     def divide(self) -> list[list[list[Request]]]:
         """Return the decoding requests by micro-batch and rank, in the order in which they began to decode."""
-        parts: list[list[list[Request]]] = [[[] for _ in self._ranks] for _ in self.turns]
+        parts: list[list[list[Request]]] = [[[] for _ in self._ranks] for _ in range(self._count)]
         for index, rank in enumerate(self._ranks):
             own = [part[index] for part in parts]
             for request in rank.decoding.values():
                 own[request.micro_batch].append(request)
         return parts
+
+    def is_drawn(self, number: int) -> bool:
+        """Return whether the tokens of a micro-batch are drawn before the first stage can begin the next step."""
+        return self._num_steps - self._last_steps[number] >= self._count
 
     def may_step(self, number: int) -> bool:
         """Return whether few enough steps of a micro-batch are in flight to plan one more."""
@@ -46,8 +55,7 @@ class MicroBatches:
     def even_out(self, number: int, parts: list[list[list[Request]]]) -> None:
         """Move requests out of a micro-batch whose turn it is, into those that have at least two fewer on their rank.
 
-        The newest requests move, and wait for the turns of these. The stages don't wait for them, as the step planned
-        now needs the tokens of the same step as they.
+        The newest requests move, and wait for the turns of these.
         """
         later = [other for other in self.turns if other != number]
         for index in range(len(self._ranks)):
@@ -59,14 +67,15 @@ class MicroBatches:
                 request = requests.pop()
                 request.micro_batch = smallest
                 parts[smallest][index].append(request)
+                self._last_steps[smallest] = max(self._last_steps[smallest], self._last_steps[number])
                 for step in self._in_flight:
                     if number in step:
                         step.add(smallest)
 
     def add_step(self, number: int) -> None:
-        """Count a planned step of a micro-batch, whose next turn comes after those of all others."""
-        self.turns.remove(number)
-        self.turns.append(number)
+        """Count a planned step of a micro-batch."""
+        self._last_steps[number] = self._num_steps
+        self._num_steps += 1
         self._in_flight.append({number})
 
     def end_step(self) -> None:

@@ -241,16 +241,15 @@ class Planner:
     ) -> list[tuple[Request, int]] | None:
         """Plan the decodes of the first micro-batch in turn that has any.
 
-        If it isn't the first of all, its tokens may still be on their way through the stages. Until they are there,
-        prompts are computed alone: these are returned, or [] if there are none; else None.
+        Prompts don't wait for tokens that the last stage has yet to draw, but are computed alone until then: these are
+        returned, or [] if there are none; else None.
         """
-        parts = micro_batches.divide()
-        first, chosen = micro_batches.turns[0], None
-        self._micro_batch = first
-        for number in micro_batches.turns:
+        parts, turns = micro_batches.divide(), micro_batches.turns
+        self._micro_batch, chosen = turns[0], None
+        for number in turns:
             if not any(parts[number]):
                 continue
-            if number != first and chosen is None:
+            if chosen is None and not micro_batches.is_drawn(number):
                 chosen = self.prefills.choose(decodes.tokens, opens, admit=admit)
                 if chosen:
                     break

@@ -1,0 +1,253 @@
+"""Micro-batches of pipeline stages: the turns, what is in flight, even sizes, and prompts between them."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from jaxserve.api_types import EngineRequest, TokenEvent
+from jaxserve.engine.core.loop import EngineLoop
+from jaxserve.engine.scheduling.admission import NewTokenRatio
+from jaxserve.engine.scheduling.scheduler import Scheduler
+from jaxserve.step_plan import StepPlan
+from tests.engine.conftest import make_capacity, make_request
+from tests.engine.fake_executor import FakeExecutor, run_alone
+from tests.engine.scheduling.test_scheduler import answer, make_scheduler, planned
+
+
+class _Pipeline:
+    """A scheduler with as many steps in flight as the loop keeps."""
+
+    def __init__(self, num_stages: int, *, num_slots: int = 32, num_ranks: int = 1, overlap: bool = True, **limits: Any):
+        capacity = make_capacity(
+            num_slots=num_slots,
+            num_pages=16 * num_slots,
+            decode_buckets=(num_slots,),
+            prompt_logprob_tokens=num_slots + 1,
+            num_ranks=num_ranks,
+            num_stages=num_stages,
+        )
+        self.scheduler = make_scheduler(capacity=capacity, overlap=overlap, **limits)
+        self.depth = num_stages - (not overlap)
+        self.plans: list[StepPlan] = []
+        self.in_flight: list[StepPlan] = []
+        self.most_in_flight = 0
+        self.answer: Callable[[StepPlan], Any] = answer
+
+    def add(self, *names: str, prompt: int = 4, max_tokens: int = 50) -> None:
+        for name in names:
+            assert self.scheduler.add(make_request(name, prompt, max_tokens=max_tokens)) is None
+
+    def step(self) -> StepPlan | None:
+        """Plan and commit as the loop does."""
+        plan = self.scheduler.plan()
+        assert self.scheduler.check_integrity() == []
+        if plan is not None:
+            self.plans.append(plan)
+            self.in_flight.append(plan)
+        self.most_in_flight = max(self.most_in_flight, len(self.in_flight))
+        if self.in_flight and (plan is None or len(self.in_flight) > self.depth):
+            oldest = self.in_flight.pop(0)
+            self.scheduler.commit(oldest, self.answer(oldest))
+        return plan
+
+    def steps(self, count: int) -> list[list[str]]:
+        """Run until `count` more steps are planned; return the requests that each decodes."""
+        before = len(self.plans)
+        for _ in range(100 * count):
+            if len(self.plans) == before + count:
+                break
+            self.step()
+        return [decoded(plan) for plan in self.plans[before:]]
+
+
+def decoded(plan: StepPlan) -> list[str]:
+    return [chunk.request_id for chunk in plan.chunks[: plan.num_decodes]]
+
+
+def prompts(plan: StepPlan) -> list[tuple[str, int, int]]:
+    return [(chunk.request_id, chunk.start, chunk.length) for chunk in plan.chunks[plan.num_decodes :]]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("num_stages", [2, 4])
+def test_decodes_are_divided_evenly_and_each_part_comes_in_turn(num_stages: int, overlap: bool) -> None:
+    pipeline = _Pipeline(num_stages, overlap=overlap)
+    names = [f"r{i}" for i in range(4 * num_stages)]
+    pipeline.add(*names)  # all prompts fit in the first step
+    pipeline.steps(3 * num_stages)
+    pipeline.most_in_flight = 0
+
+    steps = pipeline.steps(3 * num_stages)
+
+    assert sorted(sum(steps[:num_stages], [])) == sorted(names)
+    assert {len(step) for step in steps} == {4}
+    assert steps[num_stages:] == steps[:-num_stages]
+    # One more is planned while the oldest is fetched
+    assert pipeline.most_in_flight == num_stages + overlap
+
+
+def test_a_request_decodes_as_many_steps_after_its_prompt_as_there_are_stages() -> None:
+    pipeline = _Pipeline(4)
+    pipeline.add("a", "b", "c", "d")
+    pipeline.steps(8)
+    pipeline.add("e")
+    pipeline.step()
+    assert [name for name, _, _ in prompts(pipeline.plans[-1])] == ["e"]
+
+    steps = pipeline.steps(8)
+
+    assert [index + 1 for index, step in enumerate(steps) if "e" in step] == [4, 8]
+
+
+@pytest.mark.parametrize(("overlap", "most"), [(False, 1), (True, 2)])
+def test_a_request_alone_takes_every_step(overlap: bool, most: int) -> None:
+    pipeline = _Pipeline(4, overlap=overlap)
+    pipeline.add("a")
+    pipeline.step()
+    assert pipeline.steps(10) == [["a"]] * 10
+    assert pipeline.most_in_flight == most
+
+
+def test_empty_micro_batches_are_passed() -> None:
+    pipeline = _Pipeline(4)
+    pipeline.add("a", "b")
+    pipeline.steps(5)
+    steps = pipeline.steps(6)
+    assert sorted(steps[:2]) == [["a"], ["b"]]
+    assert steps[2:] == steps[:4]
+
+
+def test_chunks_of_a_prompt_follow_each_other_while_tokens_are_on_their_way() -> None:
+    """The second step of a request would keep the chunks behind it waiting for its token."""
+    pipeline = _Pipeline(4, chunked_prefill_size=5, max_prefill_tokens=5)
+    pipeline.add("a")
+    pipeline.steps(3)
+    pipeline.add("b", prompt=40)
+
+    pipeline.steps(8)
+
+    assert [prompts(plan) for plan in pipeline.plans[3:]] == [[("b", 5 * i, 5)] for i in range(8)]
+    own = [index for index, plan in enumerate(pipeline.plans) if "a" in decoded(plan)]
+    assert own == [1, 2, 6, 10]
+
+
+def test_chunks_need_no_commit_between() -> None:
+    scheduler = make_scheduler(capacity=make_capacity(num_stages=4), chunked_prefill_size=5)
+    scheduler.add(make_request("a", 20, max_tokens=4))
+    scheduler.add(make_request("b", 5, max_tokens=4))
+    assert [prompts(planned(scheduler)) for _ in range(5)] == [*([("a", 5 * i, 5)] for i in range(4)), [("b", 0, 5)]]
+
+
+def test_a_micro_batch_waits_for_its_commits() -> None:
+    scheduler = make_scheduler(capacity=make_capacity(num_stages=4))
+    scheduler.add(make_request("a"))
+    first = planned(scheduler)
+    assert decoded(planned(scheduler)) == ["a"]
+    assert scheduler.plan() is None
+    scheduler.commit(first, answer(first))
+    assert decoded(planned(scheduler)) == ["a"]
+
+
+def test_sizes_are_evened_out_when_requests_end() -> None:
+    pipeline = _Pipeline(4, num_slots=16)
+    names = [f"r{i}" for i in range(16)]
+    pipeline.add(*names)
+    steps = pipeline.steps(12)[-4:]
+    assert [len(step) for step in steps] == [4] * 4
+    for name in steps[0] + steps[1][:2]:
+        pipeline.scheduler.abort(name)
+    before = len(pipeline.plans)
+
+    pipeline.steps(12)
+
+    later = [decoded(plan) for plan in pipeline.plans[before:]]
+    assert sorted(map(len, later[-4:])) == [2, 2, 3, 3]
+    assert sorted(sum(later[-4:], [])) == sorted(set(names) - set(steps[0]) - set(steps[1][:2]))
+    for name in later[-1]:  # one that moves never comes sooner than before
+        own = [index for index, step in enumerate(steps + later) if name in step]
+        assert all(4 <= after - first <= 7 for first, after in zip(own, own[1:])), own
+
+
+def test_a_moved_request_has_no_more_steps_in_flight_than_others() -> None:
+    """It takes its steps in flight with it."""
+    capacity = make_capacity(num_stages=4)
+    scheduler = make_scheduler(capacity=capacity)
+    for name in "abc":
+        scheduler.add(make_request(name))
+    plans = [planned(scheduler)]
+    while (plan := scheduler.plan()) is not None:
+        plans.append(plan)
+    steps = Counter(name for plan in plans[1:] for name in decoded(plan))
+    assert steps == {"a": 1, "b": 1, "c": 1}
+
+
+def test_ranks_step_together() -> None:
+    pipeline = _Pipeline(2, num_ranks=2)
+    pipeline.add(*(f"r{i}" for i in range(12)))
+    pipeline.steps(6)
+    for plan in pipeline.plans[-4:]:
+        assert Counter(chunk.rank for chunk in plan.chunks) == {0: 3, 1: 3}
+
+
+def test_the_ratio_falls_as_with_one_stage() -> None:
+    ratios = []
+    for num_stages in (1, 4):
+        pipeline = _Pipeline(num_stages, conservativeness=1.0)
+        pipeline.add(*(f"r{i}" for i in range(8)))
+        pipeline.steps(1)
+        before = pipeline.scheduler.stats().new_token_ratio
+        while Counter(sum(map(decoded, pipeline.plans), []))["r0"] < 20:
+            pipeline.step()
+        ratios.append(before - pipeline.scheduler.stats().new_token_ratio)
+    assert ratios[1] == pytest.approx(ratios[0], rel=0.1)
+    ratio = NewTokenRatio(1.0)
+    assert ratios[0] > 0 and ratio.value == pytest.approx(0.7)
+
+
+def _order_of_starts_and_retractions(num_stages: int, requests: list[EngineRequest]) -> tuple[list[str], list[str]]:
+    """Return the requests in the order in which they started, retracted ones again, and in which they were retracted.
+
+    All pages are needed before any request ends, so that neither depends on the number of stages.
+    """
+    capacity = make_capacity(num_slots=8, num_pages=24, decode_buckets=(8,), prompt_logprob_tokens=9, num_stages=num_stages)
+    scheduler = make_scheduler(capacity=capacity, max_num_batched_tokens=64, prefix_cache=False)
+    retracted: list[str] = []
+    retract = scheduler._table.retract
+
+    def record(request: Any) -> None:
+        retracted.append(request.request_id)
+        retract(request)
+
+    scheduler._table.retract = record  # type: ignore[method-assign]
+    executor = FakeExecutor(capacity)
+    loop = EngineLoop(scheduler, executor)
+    for request in requests:
+        assert loop.add(request) is None
+    events: list[TokenEvent] = []
+    while loop.has_work:
+        events += loop.step()
+        assert scheduler.check_integrity() == []
+    for request in requests:
+        tokens = [token for event in events if event.request_id == request.request_id for token in event.token_ids]
+        assert tokens == run_alone(request, capacity.max_model_len).token_ids
+    names = {tuple(request.prompt_ids): request.request_id for request in requests}
+    starts = [names[tuple(opened.prompt_ids)] for plan in executor.plans for opened in plan.opens]
+    return starts, retracted
+
+
+def test_admission_and_retraction_keep_their_order(caplog: pytest.LogCaptureFixture) -> None:
+    requests = [make_request(f"r{i}", 8, max_tokens=30) for i in range(8)]
+    with caplog.at_level(logging.CRITICAL, "jaxserve.engine"):
+        starts, retracted = _order_of_starts_and_retractions(1, requests)
+        assert len(retracted) > 3
+        for num_stages in (2, 4):
+            assert _order_of_starts_and_retractions(num_stages, requests) == (starts, retracted)
+
+
+def test_one_stage_has_no_micro_batches() -> None:
+    assert Scheduler(make_capacity(), chunked_prefill_size=8, max_prefill_tokens=8, max_num_batched_tokens=8)._planner.micro_batches is None
