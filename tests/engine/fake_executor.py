@@ -138,7 +138,8 @@ class _Slot:
     last_token: int | None = None
     hidden: list[int] | None = None  # what the last step saw, if a grammar constrains the slot
     rotation: int = 0  # what is added to the values of its tokens
-    steps: list[int] = dataclasses.field(default_factory=list)  # those with its decodes, and the last one with its prompt
+    # The last step with a part of its prompt, then those with its decodes; of collected ones, at most one
+    steps: list[int] = dataclasses.field(default_factory=list)
 
 
 class FakeExecutor:
@@ -160,6 +161,11 @@ class FakeExecutor:
             for _ in range(capacity.num_ranks)
         ]
         self._host: dict[tuple[int, int, int], list[int]] = {}
+
+    @property
+    def num_in_flight(self) -> int:
+        """The number of steps that were dispatched and not collected."""
+        return len(self.plans) - self._num_collected
 
     def stage_times(self) -> tuple[StageTimes, ...]:
         return ()

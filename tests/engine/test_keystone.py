@@ -101,7 +101,6 @@ def _random_engine(
     if speculates:
         drafts = rng.randint(1, 8)
         capacity = msgspec.structs.replace(capacity, max_drafts=drafts, verify_buckets=(num_slots * (1 + drafts),))
-    overlap = rng.random() < 0.7
     scheduler = Scheduler(
         capacity,
         speculation=AnyLengths(capacity, random.Random(rng.randrange(100))) if speculates else None,
@@ -121,7 +120,7 @@ def _random_engine(
         record_cache_events=True,
         random_seed=rng.randrange(100),
         grammars=small_grammars(),
-        overlap=overlap,
+        overlap=(overlap := rng.random() < 0.7),
     )
     executor = FakeExecutor(capacity, overlap=overlap)
     loop = EngineLoop(scheduler, executor, overlap=overlap)

@@ -52,9 +52,8 @@ class Scheduler:
     most `max_prefill_tokens` belong to prompts. Requests beyond `limits` are refused. `random_seed` determines the
     seeds of requests without one. Each rank keeps pages evicted from its prefix cache in `num_host_pages` pages of host
     memory, by KV group (none if empty), and with `record_cache_events` records what can be found in it. Without
-    `grammars`, requests that have one are rejected. `overlap` says whether a request's next step is planned before the tokens of
-    the one before are known; with one pipeline stage, the caller decides that. `clock` returns seconds and measures
-    queue time.
+    `grammars`, requests that have one are rejected. With pipeline stages and without `overlap`, no request has two
+    steps in flight; with one stage, that is the caller's choice. `clock` returns seconds and measures queue time.
     Raises `ConfigError` if a limit is so low that nothing could ever run.
     """
 
