@@ -68,7 +68,7 @@ class Planner:
     """Plans within `capacity` and the limits of `Scheduler`. Raises `ConfigError` for limits below 1.
 
     `prefills` chooses the prompt chunks, and which waiting requests start; `runs` how forced tokens are computed. With
-    several pipeline stages, `micro_batches` divides the decodes; a step leaves out `num_others[i]` of rank i.
+    several pipeline stages, `micro_batches` divides the decodes; the last step planned had the `share` of one of them.
     """
 
     def __init__(
@@ -105,8 +105,9 @@ class Planner:
         self._step_tokens = min(max_num_batched_tokens, capacity.token_buckets[-1])
         stages, ranks = capacity.num_stages, table.ranks
         self.micro_batches = MicroBatches(ranks, stages, 2 if overlap else 1) if stages > 1 else None
-        self.num_others = [0] * len(ranks)
+        self.share = 1.0
         self._micro_batch = 0  # that of the step that is being planned
+        self._num_others = [0] * len(ranks)  # by rank, the requests of the others
         self.times = StepTimes(capacity)
         self.runs = ForcedRuns(self.times)
         self.prefills = PrefillChooser(
@@ -262,7 +263,9 @@ class Planner:
                 self._micro_batch = number
                 break
         own = parts[self._micro_batch]
-        self.num_others = [sum(len(part[i]) for part in parts if part is not own) for i in range(len(own))]
+        self._num_others = [sum(len(part[i]) for part in parts if part is not own) for i in range(len(own))]
+        num_own = sum(map(len, own))
+        self.share = num_own / max(num_own + sum(self._num_others), 1)
         return chosen
 
     def _plan_forced(self, decodes: _Decodes, chunks: list[Chunk], requests: list[Request], drawing: Drawing) -> None:
@@ -313,7 +316,7 @@ class Planner:
             return
         rows = Counter(request.rank for request in decodes.requests)
         rows.update(chunk.rank for chunk in chunks)
-        rows.update(dict(enumerate(self.num_others)))
+        rows.update(dict(enumerate(self._num_others)))
         page_size, rotation_length = self._page_size, self._rotation_length
         for index, request in enumerate(decodes.requests):
             planned = request.num_planned_tokens

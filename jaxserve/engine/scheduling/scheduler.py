@@ -185,7 +185,7 @@ class Scheduler:
         now = self._clock() if self._times_steps else 0.0
         self._in_flight.append(_Planned(plan, requests, drawing, now))
         if plan.num_decodes:
-            self._ratio.decay(plan.num_decodes / (plan.num_decodes + sum(self._planner.num_others)))
+            self._ratio.decay(self._planner.share)
         if plan.opens:
             self._stats.count_starts(requests[-len(plan.opens) :], self._clock())
         if plan.chunks:
