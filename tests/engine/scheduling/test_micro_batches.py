@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from jaxserve.api_types import EngineRequest, TokenEvent
 from jaxserve.engine.core.loop import EngineLoop
+from jaxserve.engine.speculation.speculation import DraftedRequest, Speculation
 from jaxserve.step_plan import StepPlan
 from tests.engine.conftest import make_capacity, make_request
 from tests.engine.fake_executor import FakeExecutor, run_alone
@@ -182,6 +184,24 @@ def test_prompts_don_t_wait_for_a_request_that_has_moved() -> None:
     scheduler.add(make_request("c"))
     plan = planned(scheduler)
     assert (decoded(plan), [name for name, _, _ in prompts(plan)]) == ([], ["c"])
+
+
+class _LongDrafts(Speculation):
+    """Verifies drafts of 4 tokens."""
+
+    def choose(self, ranks: Sequence[Sequence[DraftedRequest]]) -> list[int]:
+        return [4] * 16
+
+
+def test_drafts_leave_pages_to_the_other_micro_batches() -> None:
+    capacity = make_capacity(num_pages=6, num_stages=2, max_drafts=4, verify_buckets=(20,))
+    scheduler = make_scheduler(capacity=capacity, speculation=_LongDrafts(capacity))
+    for name in "ab":
+        scheduler.add(make_request(name, 6))
+    assert prompts(planned(scheduler)) == [("a", 0, 6), ("b", 0, 6)]
+    plan = planned(scheduler)
+    # Each of the two pages left may be needed by one of them; without drafts, a page has room for one more token
+    assert [(chunk.request_id, chunk.length) for chunk in plan.chunks] == [("a", 2)]
 
 
 def test_ranks_step_together() -> None:
