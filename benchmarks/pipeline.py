@@ -3,9 +3,10 @@
 Each stage is a thread that runs the steps one after the other. A step sleeps for the time that is set for the stage,
 longer by its prompt tokens, and goes to the next one. The first stage begins a step once the last one is done with
 those whose tokens it decodes. After a warm-up, each stage is timed from the start of its first step to the end of its
-last one: "idle" is the time in which it ran none, per step, as a share of the slowest stage's time for a step. A stage
-that is faster by itself is idle for the difference ("slack"); "waits" is the idle time beyond that. "divided" says
-whether the scheduler knows of the stages.
+last one: "idle_i" is the time in which stage i ran none, per step, as a share of the slowest stage's time for a step. A
+stage that is faster by itself is idle for the difference; "waits" is the most that a stage is idle beyond that.
+"in_flight" counts steps that were dispatched and not fetched, right after a dispatch: the last of them is planned while
+the others compute. "busy" is how many stages compute at a time. Unless it is "divided", the scheduler sees one stage.
 
     python -m benchmarks.pipeline --json benchmarks/results/cpu/pipeline.json
 """
@@ -163,9 +164,9 @@ def measure(
         "pace_ms": "/".join(f"{pace:g}" for pace in paces_ms),
         "step_ms": 1e3 * slowest,
         "in_flight": statistics.median(stages.in_flight[warm_up:]),
-        "stages_busy": sum(busy) / (slowest + max(waits)),
+        "busy": sum(busy) / (slowest + max(waits)),
         **{f"idle_{stage}": one / slowest for stage, one in enumerate(idle)},
-        "most_waits": max(waits) / slowest,
+        "waits": max(waits) / slowest,
         "with_prompts": sum(len(step.plan.chunks) > step.plan.num_decodes for step in measured) / len(measured),
     }
 

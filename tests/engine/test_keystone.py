@@ -261,7 +261,7 @@ def test_tokens_are_those_of_each_request_alone(
     # How long a grammar takes changes what happens, so that nothing certain can be asked of it
     assert preempted > 3 or constrained, "these seeds cause no retractions"
     assert num_refused or constrained, "these seeds refuse no requests"
-    assert hits > 50 or constrained, "these seeds cause no cache hits"
+    assert hits > 40 or constrained, "these seeds cause no cache hits"
     assert loaded > 2 or constrained or not tiered, "these seeds load nothing from host memory"
     assert aborted_running > 0 or constrained, "these seeds abort no running request"
 
