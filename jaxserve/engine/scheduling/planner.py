@@ -243,10 +243,10 @@ class Planner:
         """Plan the decodes of the first micro-batch in turn that has any.
 
         Prompts don't wait for tokens that the last stage has yet to draw, but are computed alone until then: these are
-        returned, or [] if there are none; else None.
+        returned, or [] if there are none; else None. A step without decodes is that of an empty micro-batch.
         """
-        parts, turns = micro_batches.divide(), micro_batches.turns
-        self._micro_batch, chosen = turns[0], None
+        parts, turns, chosen = micro_batches.divide(), micro_batches.turns, None
+        self._micro_batch = next((number for number in turns if not any(parts[number])), turns[0])
         for number in turns:
             if not any(parts[number]):
                 continue
