@@ -186,6 +186,24 @@ def test_prompts_don_t_wait_for_a_request_that_has_moved() -> None:
     assert (decoded(plan), [name for name, _, _ in prompts(plan)]) == ([], ["c"])
 
 
+def test_a_step_with_a_prompt_passes_all_stages_within_its_limit() -> None:
+    """A stage takes 1 ms for a token."""
+    now = 0.0
+    capacity = make_capacity(num_pages=400, max_model_len=400, token_buckets=(16, 64, 128, 256), num_stages=4)
+    sizes = dict.fromkeys(("chunked_prefill_size", "max_prefill_tokens", "max_num_batched_tokens"), 256)
+    scheduler = make_scheduler(capacity=capacity, **sizes, mixed_step_seconds=0.28, clock=lambda: now)
+    scheduler.add(make_request("a", 300, max_tokens=60))
+    tokens = []
+    for number in range(12):
+        if number == 2:
+            scheduler.add(make_request("b", 300, max_tokens=1))
+        plan = planned(scheduler)
+        tokens.append(plan.max_rank_tokens(1))
+        now += min(size for size in capacity.token_buckets if size >= tokens[-1]) / 1000
+        scheduler.commit(plan, answer(plan))
+    assert tokens == [256, 44, 64, 64, 64, 64, 45, 1, 1, 1, 1, 1]
+
+
 class _LongDrafts(Speculation):
     """Verifies drafts of 4 tokens."""
 
