@@ -365,6 +365,7 @@ def _make_loop(
         host_write_policy=config.hicache_write_policy,
         record_cache_events=config.kv_events_config is not None,
         speculation=speculation,
+        overlap=not config.disable_overlap_schedule,
         grammars=Grammars(lambda: load_vocabulary(load_tokenizer(model_source.resolve(config.model)))),
     )
     return EngineLoop(

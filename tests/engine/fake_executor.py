@@ -4,7 +4,8 @@ The next token is a hash of every token so far, read back through the slot's own
 now. So a wrong page, position, slot, order or token in a plan gives wrong tokens, and a page that was freed too
 early shows too. Of a KV group with a window, it reads only what the queries of a step see, and mixes in what differs.
 Its state comes only from plans, and it checks each plan against `Capacity`. A sequence that starts with more tokens
-than `rotation_length` writes other values into its pages, which only such sequences may read.
+than `rotation_length` writes other values into its pages, which only such sequences may read. With pipeline stages,
+it also checks for which tokens they wait.
 """
 
 from __future__ import annotations
@@ -137,13 +138,20 @@ class _Slot:
     last_token: int | None = None
     hidden: list[int] | None = None  # what the last step saw, if a grammar constrains the slot
     rotation: int = 0  # what is added to the values of its tokens
+    # The last step with a part of its prompt, then those with its decodes; of collected ones, at most one
+    steps: list[int] = dataclasses.field(default_factory=list)
 
 
 class FakeExecutor:
-    """Runs each plan when it is dispatched, as programs run in order, and returns its result when it is collected."""
+    """Runs each plan when it is dispatched, as programs run in order, and returns its result when it is collected.
 
-    def __init__(self, capacity: Capacity) -> None:
+    With `overlap`, a request may have two steps in flight.
+    """
+
+    def __init__(self, capacity: Capacity, *, overlap: bool = True) -> None:
         self.capacity = capacity
+        self._most_in_flight = 2 if overlap else 1
+        self._num_collected = 0
         self.compiles_after_ready = 0
         self.plans: list[StepPlan] = []
         self._random = random.Random(0)
@@ -153,6 +161,11 @@ class FakeExecutor:
             for _ in range(capacity.num_ranks)
         ]
         self._host: dict[tuple[int, int, int], list[int]] = {}
+
+    @property
+    def num_in_flight(self) -> int:
+        """The number of steps that were dispatched and not collected."""
+        return len(self.plans) - self._num_collected
 
     def stage_times(self) -> tuple[StageTimes, ...]:
         return ()
@@ -190,6 +203,7 @@ class FakeExecutor:
         written = [page for chunk in plan.chunks for page in self._written(chunk)]
         assert all(readers[page] == 1 for page in written), "a page is written that another sequence of the step reads"
         assert loaded.isdisjoint(written), "a page is loaded and computed"
+        self._check_stages(plan)
         result = StepResult(tokens=[], logprobs={}, prompt_logprobs={}, drafts=[])
         drawn = DrawResult([], {})
         for draw in plan.draws:
@@ -205,7 +219,28 @@ class FakeExecutor:
 
     def collect(self, handle: object) -> StepResult:
         assert isinstance(handle, _Handle)
+        self._num_collected += 1
         return handle.result
+
+    def _check_stages(self, plan: StepPlan) -> None:
+        """Check that few steps of a request are in flight, and that prompts wait for no tokens.
+
+        The first stage waits until the last one has drawn the tokens that a step needs; those of the step as many steps
+        before as there are stages are there.
+        """
+        number = len(self.plans) - 1
+        decodes = [*plan.chunks[: plan.num_decodes], *plan.draws]
+        awaited = [self._slots[decode.rank, decode.slot].steps[-1] for decode in decodes]
+        prompts = plan.chunks[plan.num_decodes + plan.num_forced :]
+        drawn = number - self.capacity.num_stages
+        assert not prompts or all(step <= drawn for step in awaited), "a prompt waits for tokens of decodes"
+        for chunk in prompts:
+            self._slots[chunk.rank, chunk.slot].steps = [number]
+        forced = plan.chunks[plan.num_decodes : plan.num_decodes + plan.num_forced]
+        for rank, index in {(step.rank, step.slot) for step in [*decodes, *forced]}:
+            slot = self._slots[rank, index]
+            slot.steps = [step for step in slot.steps if step >= self._num_collected] + [number]
+            assert len(slot.steps) <= self._most_in_flight, "too many steps of a request are in flight"
 
     def _draw(self, draw: Draw, drawn: DrawResult) -> None:
         slot = self._slots[draw.rank, draw.slot]

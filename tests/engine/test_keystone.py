@@ -66,7 +66,14 @@ def _random_request(
 
 
 def _random_engine(
-    rng: random.Random, limits: QueueLimits, *, tiered: bool, num_ranks: int, num_windows: int, speculates: bool
+    rng: random.Random,
+    limits: QueueLimits,
+    *,
+    tiered: bool,
+    num_ranks: int,
+    num_windows: int,
+    speculates: bool,
+    num_stages: int,
 ) -> tuple[EngineLoop, Scheduler, FakeExecutor]:
     """Make a random engine; if `tiered`, with host memory and so few pages that most cached ones are evicted to it."""
     num_slots = rng.choice([1, 3] if tiered else [1, 3, 8, 8])
@@ -88,6 +95,7 @@ def _random_engine(
         token_buckets=rng.choice([(16,), (4, 12, 32), (16, 64)]),
         prompt_logprob_tokens=num_slots + rng.randint(1, 8),
         num_ranks=num_ranks,
+        num_stages=num_stages,
         rotation_length=rng.choice([None, None, rng.randint(4, max_model_len)]),
     )
     if speculates:
@@ -112,9 +120,10 @@ def _random_engine(
         record_cache_events=True,
         random_seed=rng.randrange(100),
         grammars=small_grammars(),
+        overlap=(overlap := rng.random() < 0.7),
     )
-    executor = FakeExecutor(capacity)
-    loop = EngineLoop(scheduler, executor, overlap=rng.random() < 0.7)
+    executor = FakeExecutor(capacity, overlap=overlap)
+    loop = EngineLoop(scheduler, executor, overlap=overlap)
     return run_at_random(loop, random.Random(rng.randrange(100))), scheduler, executor
 
 
@@ -173,6 +182,7 @@ def test_tokens_are_those_of_each_request_alone(
             num_ranks=num_ranks,
             num_windows=num_windows,
             speculates=speculates,
+            num_stages=random.Random(f"stages {seed}").choice([1, 1, 2, 4]),
         )
         max_model_len = executor.capacity.max_model_len
         requests: dict[str, EngineRequest] = {}
@@ -251,7 +261,7 @@ def test_tokens_are_those_of_each_request_alone(
     # How long a grammar takes changes what happens, so that nothing certain can be asked of it
     assert preempted > 3 or constrained, "these seeds cause no retractions"
     assert num_refused or constrained, "these seeds refuse no requests"
-    assert hits > 50 or constrained, "these seeds cause no cache hits"
+    assert hits > 40 or constrained, "these seeds cause no cache hits"
     assert loaded > 2 or constrained or not tiered, "these seeds load nothing from host memory"
     assert aborted_running > 0 or constrained, "these seeds abort no running request"
 

@@ -1,4 +1,4 @@
-"""The engine loop: plan, dispatch, collect, commit, with one step in flight while the next is planned.
+"""The engine loop: plan, dispatch, collect, commit, with a step in flight on each stage while the next is planned.
 
 It connects a scheduler to an executor and owns only the order of these four calls. The caller's thread drives it, in
 the engine process or in the caller's own.
@@ -82,7 +82,7 @@ class EngineLoop:
             if len(self._in_flight) == 1:
                 events += self._collect_draws()
             events += self._collect()
-        # The draws of the newest step are there as soon as the step before it is done.
+        # The draws of the newest step are there as soon as the steps before it of the same requests are done.
         return events + self._collect_draws() + self._scheduler.take_events()
 
     def flush(self) -> list[TokenEvent]:

@@ -113,9 +113,9 @@ class NewTokenRatio:
         self.value = self._initial
         self._decay = (self._initial - self._minimum) / _DECAY_STEPS
 
-    def decay(self) -> None:
-        """Lower the ratio by one decode step."""
-        self.value = max(self.value - self._decay, self._minimum)
+    def decay(self, share: float) -> None:
+        """Lower the ratio by a decode step of `share` of the decoding requests."""
+        self.value = max(self.value - share * self._decay, self._minimum)
 
     def set_from_survivors(self, survivors: Sequence[Request]) -> None:
         """Set the ratio after a retraction, from the requests that continue."""

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from jaxserve.engine.scheduling.admission import NewTokenRatio
 from jaxserve.engine.scheduling.drawing import Drawing, plan_run
 from jaxserve.engine.scheduling.forced_runs import ForcedRuns
+from jaxserve.engine.scheduling.micro_batches import MicroBatches
 from jaxserve.engine.scheduling.prefill import PrefillChooser
 from jaxserve.engine.scheduling.rank import Rank
 from jaxserve.engine.scheduling.request import Request
@@ -66,7 +67,8 @@ class _ChosenDrafts:
 class Planner:
     """Plans within `capacity` and the limits of `Scheduler`. Raises `ConfigError` for limits below 1.
 
-    `prefills` chooses the prompt chunks, and which waiting requests start; `runs` how forced tokens are computed.
+    `prefills` chooses the prompt chunks, and which waiting requests start; `runs` how forced tokens are computed. With
+    several pipeline stages, `micro_batches` divides the decodes; the last step planned had the `share` of one of them.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class Planner:
         shares_prefixes: bool,
         mixed_step_seconds: float = 0.0,
         speculation: Speculation | None = None,
+        overlap: bool = True,
     ) -> None:
         for name, value in (
             ("chunked_prefill_size", chunked_prefill_size),
@@ -100,6 +103,11 @@ class Planner:
         self._rotation_length = capacity.rotation_length
         self._no_pages: tuple[tuple[int, ...], ...] = ((),) * len(capacity.pages_by_group)
         self._step_tokens = min(max_num_batched_tokens, capacity.token_buckets[-1])
+        stages, ranks = capacity.num_stages, table.ranks
+        self.micro_batches = MicroBatches(ranks, stages, 2 if overlap else 1) if stages > 1 else None
+        self.share = 1.0
+        self._micro_batch = 0  # that of the step that is being planned
+        self._num_others = [0] * len(ranks)  # by rank, the requests of the others
         self.times = StepTimes(capacity)
         self.runs = ForcedRuns(self.times)
         self.prefills = PrefillChooser(
@@ -110,7 +118,7 @@ class Planner:
             ratio=ratio,
             shares_prefixes=shares_prefixes,
             times=self.times,
-            mixed_step_seconds=mixed_step_seconds,
+            mixed_step_seconds=mixed_step_seconds / stages,  # as long as a stage may take of it
         )
 
     def next_step(self, *, admit: bool) -> tuple[StepPlan, list[Request], list[Request]] | None:
@@ -124,13 +132,19 @@ class Planner:
         requests: list[Request] = []
         opens: list[SlotOpen] = []
         drawing = Drawing([[] for _ in table.ranks])
+        chosen: list[tuple[Request, int]] | None = None
         for rank in table.ranks:
             rank.cache.tier.save_added()
-            self._plan_decodes(rank, rank.decoding.values(), decodes, drawing)
+        if self.micro_batches is not None:
+            chosen = self._plan_micro_batch(self.micro_batches, decodes, drawing, opens, admit=admit)
+        else:
+            for rank in table.ranks:
+                self._plan_decodes(rank, rank.decoding.values(), decodes, drawing)
         if any(drawing.forced):
             self._plan_forced(decodes, chunks, requests, drawing)
         num_forced, greedy = len(chunks), decodes.greedy
-        chosen = self.prefills.choose(decodes.tokens, opens, admit=admit)
+        if chosen is None:
+            chosen = self.prefills.choose(decodes.tokens, opens, admit=admit)
         for request, length in sorted(chosen, key=lambda pair: pair[0].num_planned_tokens == 0):
             chunk = self._prefill_chunk(request, length)
             chunks.append(chunk)
@@ -138,6 +152,8 @@ class Planner:
             greedy = greedy and (request.greedy or not chunk.sample)
         if not decodes.requests and not chunks and not drawing.draws:
             return None
+        if self.micro_batches is not None:
+            self.micro_batches.add_step(self._micro_batch)
         drafts = _ChosenDrafts([1] * len(decodes.requests))
         if self._speculation is not None and decodes.requests:
             self._plan_drafts(self._speculation, decodes, chunks, drafts)
@@ -221,6 +237,37 @@ class Planner:
         for request in ending:
             rank.advance(request, last=True)
 
+    def _plan_micro_batch(
+        self, micro_batches: MicroBatches, decodes: _Decodes, drawing: Drawing, opens: list[SlotOpen], *, admit: bool
+    ) -> list[tuple[Request, int]] | None:
+        """Plan the decodes of the first micro-batch in turn that has any.
+
+        Prompts don't wait for tokens that the last stage has yet to draw, but are computed alone until then: these are
+        returned, or [] if there are none; else None. A step without decodes is that of an empty micro-batch.
+        """
+        parts, turns, chosen = micro_batches.divide(), micro_batches.turns, None
+        self._micro_batch = next((number for number in turns if not any(parts[number])), turns[0])
+        for number in turns:
+            if not any(parts[number]):
+                continue
+            if chosen is None and not micro_batches.is_drawn(number):
+                chosen = self.prefills.choose(decodes.tokens, opens, admit=admit)
+                if chosen:
+                    break
+            if not micro_batches.may_step(number):
+                break
+            micro_batches.even_out(number, parts)
+            for rank, requests in zip(self._table.ranks, parts[number]):
+                self._plan_decodes(rank, requests, decodes, drawing)
+            if decodes.requests or drawing.draws or any(drawing.forced):
+                self._micro_batch = number
+                break
+        own = parts[self._micro_batch]
+        self._num_others = [sum(len(part[i]) for part in parts if part is not own) for i in range(len(own))]
+        num_own = sum(map(len, own))
+        self.share = num_own / max(num_own + sum(self._num_others), 1)
+        return chosen
+
     def _plan_forced(self, decodes: _Decodes, chunks: list[Chunk], requests: list[Request], drawing: Drawing) -> None:
         """Plan the runs of forced tokens that wait: a run makes a chunk of its own, or its next token a decode."""
         ranks = list(zip(self._table.ranks, drawing.forced))
@@ -269,6 +316,7 @@ class Planner:
             return
         rows = Counter(request.rank for request in decodes.requests)
         rows.update(chunk.rank for chunk in chunks)
+        rows.update(dict(enumerate(self._num_others)))
         page_size, rotation_length = self._page_size, self._rotation_length
         for index, request in enumerate(decodes.requests):
             planned = request.num_planned_tokens
@@ -337,5 +385,6 @@ class Planner:
         request.num_planned_outputs += samples
         rank.cache_prompt(request)
         if is_last:
+            request.micro_batch = self._micro_batch
             rank.advance(request, last=request.num_planned_outputs >= request.max_new_tokens)
         return chunk

@@ -35,7 +35,8 @@ class Request:
     A `grammar` constrains its output: `allowed` are the tokens that may be drawn next, None before they are known.
     Without one, `thinking` counts its reasoning; None if that has no bound, or can't come any more. No more than
     `pause_at` outputs are planned before more of them are known: its reasoning may have to end there.
-    `queue_seconds` is None before the first start, and again once it was reported.
+    `queue_seconds` is None before the first start, and again once it was reported. Steps of its `micro_batch` decode
+    it, once its prompt is planned.
     """
 
     __slots__ = (
@@ -50,6 +51,7 @@ class Request:
         "group_id",
         "is_prompt_counted",
         "max_new_tokens",
+        "micro_batch",
         "min_tokens",
         "node",
         "num_cached_tokens",
@@ -136,6 +138,7 @@ class Request:
         self.num_read_tokens = 0
         self.acceptance: float | None = None
         self.rank = 0
+        self.micro_batch = 0
         self.slot: int | None = None
         self.pages: list[list[int]] = [[]]
         self.passed: list[int] = [0]

@@ -52,7 +52,8 @@ class Scheduler:
     most `max_prefill_tokens` belong to prompts. Requests beyond `limits` are refused. `random_seed` determines the
     seeds of requests without one. Each rank keeps pages evicted from its prefix cache in `num_host_pages` pages of host
     memory, by KV group (none if empty), and with `record_cache_events` records what can be found in it. Without
-    `grammars`, requests that have one are rejected. `clock` returns seconds and measures queue time.
+    `grammars`, requests that have one are rejected. With pipeline stages and without `overlap`, no request has two
+    steps in flight; with one stage, that is the caller's choice. `clock` returns seconds and measures queue time.
     Raises `ConfigError` if a limit is so low that nothing could ever run.
     """
 
@@ -74,6 +75,7 @@ class Scheduler:
         mixed_step_seconds: float = 0.0,
         speculation: Speculation | None = None,
         grammars: Grammars | None = None,
+        overlap: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._capacity = capacity
@@ -101,6 +103,7 @@ class Scheduler:
             shares_prefixes=prefix_cache,
             mixed_step_seconds=mixed_step_seconds,
             speculation=speculation,
+            overlap=overlap,
         )
         self._speculation = speculation
         self._awaiting = None if grammars is None else AwaitingRequests(grammars)
@@ -182,7 +185,7 @@ class Scheduler:
         now = self._clock() if self._times_steps else 0.0
         self._in_flight.append(_Planned(plan, requests, drawing, now))
         if plan.num_decodes:
-            self._ratio.decay()
+            self._ratio.decay(self._planner.share)
         if plan.opens:
             self._stats.count_starts(requests[-len(plan.opens) :], self._clock())
         if plan.chunks:
@@ -213,6 +216,8 @@ class Scheduler:
         assert planned is plan, "plans are committed in the order they were made"
         if self._times_steps and plan.chunks:
             self._time_step(plan, planned_at)
+        if self._planner.micro_batches is not None:
+            self._planner.micro_batches.end_step()
         self._stats.num_steps += 1
         events = self.take_events()
         logprobs = result.logprobs
