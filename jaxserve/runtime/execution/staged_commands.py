@@ -21,7 +21,7 @@ import numpy as np
 from jaxserve.api_types import StageTimes
 from jaxserve.runtime.execution.device_commands import LocalCommands, Pages, Receive
 from jaxserve.runtime.execution.stage_clock import StageClock
-from jaxserve.runtime.execution.transfer import Transfer
+from jaxserve.runtime.execution.stage_transfer import StageTransfer
 from jaxserve.runtime.programs.table import KINDS
 from jaxserve.runtime.programs.transfers import FEEDBACK_KEY, result_key, send_key
 from jaxserve.runtime.step.draw import DRAW, DrawOutput
@@ -61,7 +61,7 @@ class StagedCommands:
         self,
         capacity: Capacity,
         stages: Sequence[LocalCommands | None],
-        transfers: Sequence[Transfer | None],
+        transfers: Sequence[StageTransfer | None],
         clocks: Sequence[StageClock | None],
         feedback: Any,
     ) -> None:

@@ -11,9 +11,9 @@ from jax.sharding import Mesh
 from jaxserve.runtime.devices.mesh import shardings
 from jaxserve.runtime.execution.device_commands import LocalCommands
 from jaxserve.runtime.execution.stage_clock import StageClock
+from jaxserve.runtime.execution.stage_transfer import StageTransfer
 from jaxserve.runtime.execution.staged_commands import StagedCommands
 from jaxserve.runtime.execution.startup import program_cache_dir
-from jaxserve.runtime.execution.transfer import Transfer
 from jaxserve.runtime.programs.bundle import BundleManifest
 from jaxserve.runtime.programs.program_cache import build_programs
 from jaxserve.runtime.sizing.deployment import Deployment
@@ -33,12 +33,12 @@ def connect_stages(
     """
     cache, count = program_cache_dir(deployment.config), 0
     targets = [*meshes[1:], meshes[0]]
-    transfers: list[Transfer | None] = []
+    transfers: list[StageTransfer | None] = []
     for builder, source, target in zip(deployment.transfer_builders(meshes), meshes, targets, strict=True):
         transfer = None
         if source.local_devices or target.local_devices:
             programs, compiled = build_programs(builder, list(builder.trees_of), cache)
-            transfer, count = Transfer(builder, source, target, programs), count + compiled
+            transfer, count = StageTransfer(builder, source, target, programs), count + compiled
         transfers.append(transfer)
     feedback = None
     if meshes[0].local_devices:

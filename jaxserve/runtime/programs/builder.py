@@ -38,7 +38,7 @@ from jaxserve.step_plan import Capacity
 from pallas_kernels.cpu import kernels_in, refusal, register
 
 
-class Builder(abc.ABC):
+class MeshProgramBuilder(abc.ABC):
     """Lowers, compiles, stores and loads the programs of a mesh; it is made for each kind of function and arguments."""
 
     def __init__(self, mesh: Mesh, capacity: Capacity, num_processes: int) -> None:
@@ -118,7 +118,7 @@ class Builder(abc.ABC):
         return hashlib.sha256(json.dumps(self.facts(), sort_keys=True).encode()).hexdigest()[:24]
 
 
-class ProgramBuilder(Builder):
+class ProgramBuilder(MeshProgramBuilder):
     """Makes the programs of one deployment, from the shapes of its arrays alone."""
 
     def __init__(

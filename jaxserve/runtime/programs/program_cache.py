@@ -1,6 +1,6 @@
 """Gets the programs of a deployment at start-up: loads those that an earlier start kept on disk, compiles the others.
 
-Programs are kept in a folder named by `Builder.fingerprint`, so one that was compiled from other facts is never
+Programs are kept in a folder named by `MeshProgramBuilder.fingerprint`, so one that was compiled from other facts is never
 found there.
 """
 
@@ -17,7 +17,7 @@ import jax
 from tqdm import tqdm
 
 from jaxserve.runtime.programs.autotune_cache import autotune_folder, autotune_options, report_tuning
-from jaxserve.runtime.programs.builder import Builder, by_compile_cost, program_path
+from jaxserve.runtime.programs.builder import MeshProgramBuilder, by_compile_cost, program_path
 from jaxserve.runtime.programs.file_lock import exclusive
 from jaxserve.runtime.programs.own_files import trusted_folder
 from jaxserve.runtime.programs.program_set import Program, ProgramSet, by_requests, needed_first
@@ -27,7 +27,7 @@ logger = logging.getLogger("jaxserve.runtime")
 
 
 def build_programs(
-    builder: Builder,
+    builder: MeshProgramBuilder,
     keys: Sequence[ProgramKey],
     cache_dir: Path | None,
     *,
@@ -54,7 +54,7 @@ def build_programs(
     return _load(builder, keys, paths, background)
 
 
-def are_kept(builder: Builder, keys: Sequence[ProgramKey], cache_dir: Path | None) -> bool:
+def are_kept(builder: MeshProgramBuilder, keys: Sequence[ProgramKey], cache_dir: Path | None) -> bool:
     """Return whether `build_programs` would find all programs on disk, and compile none."""
     if cache_dir is None:
         return False
@@ -63,7 +63,7 @@ def are_kept(builder: Builder, keys: Sequence[ProgramKey], cache_dir: Path | Non
 
 
 def _load(
-    builder: Builder, keys: Sequence[ProgramKey], paths: Mapping[ProgramKey, Path], background: bool
+    builder: MeshProgramBuilder, keys: Sequence[ProgramKey], paths: Mapping[ProgramKey, Path], background: bool
 ) -> tuple[ProgramSet, int]:
     first = needed_first(keys) if background else keys
     made, compiled = _build(builder, first, paths)
@@ -86,7 +86,7 @@ def _missing(keys: Sequence[ProgramKey], paths: Mapping[ProgramKey, Path]) -> li
 
 
 def _build(
-    builder: Builder,
+    builder: MeshProgramBuilder,
     keys: Sequence[ProgramKey],
     paths: Mapping[ProgramKey, Path],
     check: Callable[[], None] = lambda: None,

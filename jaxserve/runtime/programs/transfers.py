@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.layers.axes import STAGE_AXIS
 from jaxserve.runtime.devices.mesh import LOGICAL_AXES
-from jaxserve.runtime.programs.builder import Builder
+from jaxserve.runtime.programs.builder import MeshProgramBuilder
 from jaxserve.runtime.programs.table import KINDS
 from jaxserve.runtime.step.batch import step_shape
 from jaxserve.runtime.step.draw import DRAW
@@ -27,7 +27,7 @@ from jaxserve.runtime.step.step import handoff_of
 from jaxserve.step_plan import Capacity
 
 
-class TransferBuilder(Builder):
+class TransferBuilder(MeshProgramBuilder):
     """Makes the transfers from the devices of `source` to those of `target`, two meshes of one shape.
 
     `trees_of` are the specs of what each program sends, by key. A program takes and returns a tuple of arrays that have

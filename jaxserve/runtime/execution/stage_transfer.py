@@ -19,7 +19,7 @@ from jaxserve.runtime.step.program import ProgramKey
 from jaxserve.runtime.step.state import ArraySpec
 
 
-class Transfer:
+class StageTransfer:
     """Runs the `programs` of a pair of stages. Each process that has devices of either calls it, in the same order.
 
     `fields` are the names of what a program sends, if that is a dictionary.
