@@ -1,12 +1,14 @@
-"""Measures how long pipeline stages wait, with the real loop and scheduler over stages that only take their time.
+"""Measures how long pipeline stages wait, with the real loop, scheduler, executor and commands over devices that only
+take their time.
 
-Each stage is a thread that runs the steps one after the other. A step sleeps for the time that is set for the stage,
-longer by its prompt tokens, and goes to the next one. The first stage begins a step once the last one is done with
-those whose tokens it decodes. After a warm-up, each stage is timed from the start of its first step to the end of its
-last one: "idle_i" is the time in which stage i ran none, per step, as a share of the slowest stage's time for a step. A
-stage that is faster by itself is idle for the difference; "waits" is the most that a stage is idle beyond that.
-"in_flight" counts steps that were dispatched and not fetched, right after a dispatch: the last of them is planned while
-the others compute. "busy" is how many stages compute at a time. Unless it is "divided", the scheduler sees one stage.
+Each stage has a device, a thread that runs what it is given in order, as a device does. A program of a step sleeps for
+the time that is set for the stage, a mixed one longer by its tokens; a transfer is done once both devices have come to
+it. After a warm-up, each stage is timed from the start of its first step to the end of its last one: "idle_i" is the
+time in which stage i ran none, per step, as a share of the slowest stage's time for a step. A stage that is faster by
+itself is idle for the difference; "waits" is the most that a stage is idle beyond that. "in_flight" counts steps that
+were dispatched and not fetched, right after a dispatch: the last of them is planned while the others compute. "busy" is
+how many stages compute at a time, and "clocks" the same by `StageClock`. Unless it is "divided", all requests are in
+one micro-batch.
 
     python -m benchmarks.pipeline --json benchmarks/results/cpu/pipeline.json
 """
@@ -14,112 +16,146 @@ the others compute. "busy" is how many stages compute at a time. Unless it is "d
 from __future__ import annotations
 
 import argparse
-import collections
-import dataclasses
 import json
 import logging
 import queue
 import statistics
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import numpy as np
 
-from benchmarks.scheduler import answer, capacity_of, request_of
+from benchmarks.scheduler import capacity_of, request_of
 from jaxserve.api_types import StageTimes
 from jaxserve.cli.common.table import format_records
 from jaxserve.engine.core.loop import EngineLoop
 from jaxserve.engine.scheduling.scheduler import Scheduler
-from jaxserve.step_plan import Capacity, DrawResult, StepPlan, StepResult
+from jaxserve.runtime.execution.executor import DeviceExecutor
+from jaxserve.runtime.execution.stage_clock import StageClock
+from jaxserve.runtime.execution.staged_commands import StagedCommands
+from jaxserve.runtime.programs.table import KINDS
+from jaxserve.runtime.programs.transfers import FEEDBACK_KEY
+from jaxserve.runtime.step.program import ProgramKey
+from jaxserve.runtime.step.step import StepOutput
+from jaxserve.step_plan import Capacity, StepPlan, StepResult
 
 PROMPT, CHUNK = 512, 128
+TOKEN = 7
 TOKEN_SECONDS = 1e-5
 
 
-@dataclasses.dataclass
-class _Step:
-    """A step on its way: the one whose tokens it needs, and when each stage began and ended it."""
+class Later:
+    """An array that a device computes later; the host reads tokens of it."""
 
-    plan: StepPlan
-    needs: _Step | None
-    times: list[tuple[float, float]] = dataclasses.field(default_factory=list)
-    done: threading.Event = dataclasses.field(default_factory=threading.Event)
+    def __init__(self, rows: int) -> None:
+        self._there = threading.Event()
+        self._rows = rows
+
+    def arrive(self) -> None:
+        self._there.set()
+
+    def is_ready(self) -> bool:
+        return self._there.is_set()
+
+    def block_until_ready(self) -> Later:
+        self._there.wait()
+        return self
+
+    def copy_to_host_async(self) -> None: ...
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        self._there.wait()
+        return np.full((1, self._rows, 1), TOKEN)
 
 
-class PacedStages:
-    """An executor of one rank whose stage i takes `seconds[i]` for a step. `steps` are all steps that were dispatched,
-    `in_flight` how many of them were not fetched when each was dispatched, itself included."""
+class PacedStage:
+    """A stage that takes `seconds` for a step. `times` are the start and the end of each step so far."""
 
-    compiles_after_ready = 0
+    def __init__(self, seconds: float, *, is_last: bool, rows: int) -> None:
+        self.times: list[tuple[float, float]] = []
+        self._seconds = seconds
+        self._is_last = is_last
+        self._rows = rows
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
 
-    def __init__(self, capacity: Capacity, seconds: Sequence[float]) -> None:
-        self.capacity = capacity
-        self.steps: list[_Step] = []
-        self.in_flight: list[int] = []
-        self._num_collected = 0
-        self._last_steps: dict[int, int] = {}  # by slot
-        self._endless: dict[str, int] = collections.defaultdict(lambda: 1 << 40)
-        self._queues: list[queue.SimpleQueue[_Step | None]] = [queue.SimpleQueue() for _ in seconds]
-        self._threads = [
-            threading.Thread(target=self._run, args=(stage, pace), daemon=True) for stage, pace in enumerate(seconds)
-        ]
-        for thread in self._threads:
-            thread.start()
+    def call(self, key: ProgramKey, packed: np.ndarray, *given: Any) -> Any:
+        """Start a program."""
+        if not KINDS[key.kind].is_step:
+            return ()
+        output = Later(self._rows)
+        prompt = TOKEN_SECONDS * key.size if key.kind == "mixed" else 0.0
+        self.put(lambda: self._compute(self._seconds + prompt, output))
+        if not self._is_last:
+            return output
+        return StepOutput(output, output, None, None, None, output)  # type: ignore[arg-type]
 
-    def expert_tokens(self) -> tuple[tuple[int, ...], ...]:
-        return ()
+    def put(self, work: Callable[[], None] | None) -> None:
+        """Have the device do something after what it has to do; None ends it."""
+        self._work.put(work)
 
-    def stage_times(self) -> tuple[StageTimes, ...]:
-        return ()
-
-    def dispatch(self, plan: StepPlan) -> object:
-        needed = [self._last_steps[chunk.slot] for chunk in plan.chunks[: plan.num_decodes]]
-        self._last_steps |= {chunk.slot: len(self.steps) for chunk in plan.chunks}
-        step = _Step(plan, self.steps[max(needed)] if needed else None)
-        self.steps.append(step)
-        self.in_flight.append(len(self.steps) - self._num_collected)
-        self._queues[0].put(step)
-        return step
-
-    def collect_draws(self, handle: object) -> DrawResult:
-        raise AssertionError("no request has a grammar")
-
-    def collect(self, handle: object) -> StepResult:
-        assert isinstance(handle, _Step)
-        handle.done.wait()
-        self._num_collected += 1
-        return answer(handle.plan, self._endless)
+    def store_arrived(self) -> None: ...
 
     def close(self) -> None:
-        """End the threads after the steps in flight."""
-        self._queues[0].put(None)
-        for thread in self._threads:
-            thread.join()
+        """Wait until the device is done."""
+        self.put(None)
+        self._thread.join()
 
-    def _run(self, stage: int, pace: float) -> None:
-        last = stage + 1 == len(self._queues)
-        while True:
-            step = self._queues[stage].get()
-            if not last:
-                following = self._queues[stage + 1]
-            if step is None:
-                if not last:
-                    following.put(None)
-                return
-            if stage == 0 and step.needs is not None:
-                step.needs.done.wait()
-            start = time.perf_counter()
-            prompt_tokens = sum(chunk.length for chunk in step.plan.chunks[step.plan.num_decodes :])
-            end = start + pace + TOKEN_SECONDS * prompt_tokens
-            while (left := end - time.perf_counter()) > 0:
-                time.sleep(left)
-            step.times.append((start, time.perf_counter()))
-            if last:
-                step.done.set()
-            else:
-                following.put(step)
+    def _compute(self, seconds: float, output: Later) -> None:
+        start = time.perf_counter()
+        while (left := start + seconds - time.perf_counter()) > 0:
+            time.sleep(left)
+        self.times.append((start, time.perf_counter()))
+        output.arrive()
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            work()
+
+
+class PacedTransfer:
+    """A transfer between the devices of two stages, which both wait for each other."""
+
+    fields = {FEEDBACK_KEY: ("feedback",)}
+
+    def __init__(self, source: PacedStage, target: PacedStage) -> None:
+        self._devices = source, target
+
+    def send(self, key: ProgramKey, sent: Any) -> Any:
+        """Start the transfer of one array, and return what arrives."""
+        met, arrived = threading.Barrier(2), Later(0)
+
+        def meet() -> None:
+            met.wait()
+            arrived.arrive()
+
+        for device in self._devices:
+            device.put(meet)
+        return {"feedback": arrived} if key == FEEDBACK_KEY else arrived
+
+
+class CountingExecutor(DeviceExecutor):
+    """The real executor. `in_flight` has how many steps were not fetched when each was dispatched, itself included."""
+
+    def __init__(self, commands: StagedCommands, capacity: Capacity) -> None:
+        super().__init__(commands, capacity)
+        self.plans: list[StepPlan] = []
+        self.in_flight: list[int] = []
+        self._num_collected = 0
+
+    def dispatch(self, plan: StepPlan) -> Any:
+        self.plans.append(plan)
+        self.in_flight.append(len(self.plans) - self._num_collected)
+        return super().dispatch(plan)
+
+    def collect(self, handle: object) -> StepResult:
+        self._num_collected += 1
+        return super().collect(handle)
 
 
 def measure(
@@ -128,46 +164,60 @@ def measure(
     """Return the figures of `steps` steps in which `requests` requests decode. With `every`, after each so many steps
     a prompt arrives, whose request ends with its first token."""
     capacity = capacity_of(requests + 8, (requests + 8) * (PROMPT + 4 * steps))
-    capacity = msgspec.structs.replace(capacity, num_stages=len(paces_ms) if divided else 1)
+    capacity = msgspec.structs.replace(capacity, num_stages=len(paces_ms))
     scheduler = Scheduler(
-        capacity,
+        capacity if divided else msgspec.structs.replace(capacity, num_stages=1),
         chunked_prefill_size=CHUNK,
         max_prefill_tokens=CHUNK,
         max_num_batched_tokens=2048,
         conservativeness=0.0,
         prefix_cache=False,
     )
-    stages = PacedStages(capacity, [pace / 1000 for pace in paces_ms])
-    loop = EngineLoop(scheduler, stages)
+    last = len(paces_ms) - 1
+    stages = [PacedStage(pace / 1000, is_last=i == last, rows=capacity.num_slots) for i, pace in enumerate(paces_ms)]
+    transfers = [PacedTransfer(*pair) for pair in zip(stages, [*stages[1:], stages[0]])]
+    clocks = [StageClock(i, logging.error) for i in range(len(stages))]
+    commands = StagedCommands(capacity, stages, transfers, clocks, None)  # type: ignore[arg-type]
+    executor = CountingExecutor(commands, capacity)
+    loop = EngineLoop(scheduler, executor)
     for number in range(requests):
         loop.add(request_of(number, [number + 1] * 32, 8000))
     warm_up = 16 * len(paces_ms)
     number = requests
-    while len(stages.steps) < warm_up + steps:
-        if every and len(stages.steps) >= (number - requests) * every:
+    before = executor.stage_times()
+    while len(executor.plans) < warm_up + steps:
+        if every and len(executor.plans) >= (number - requests) * every:
             loop.add(request_of(number, [number + 1] * PROMPT, 1))
             number += 1
         loop.step()
+        if len(executor.plans) <= warm_up:
+            before = executor.stage_times()
+    after = executor.stage_times()
     loop.flush()
-    stages.close()
-    measured = stages.steps[warm_up:]
+    for stage in stages:
+        stage.close()
     busy, idle = [], []
-    for times in zip(*(step.times for step in measured)):
+    for stage in stages:
+        times = stage.times[warm_up:]
         busy.append(sum(end - start for start, end in times) / len(times))
         idle.append((times[-1][1] - times[0][0]) / len(times) - busy[-1])
     slowest = max(busy)
     waits = [one - (slowest - own) for one, own in zip(idle, busy)]
+    plans = executor.plans[warm_up:]
+    shares = [StageTimes(two.compute_seconds - one.compute_seconds, two.wait_seconds - one.wait_seconds).busy
+              for one, two in zip(before, after)]  # fmt: skip
     return {
         "case": name,
         "divided": divided,
         "requests": requests,
         "pace_ms": "/".join(f"{pace:g}" for pace in paces_ms),
         "step_ms": 1e3 * slowest,
-        "in_flight": statistics.median(stages.in_flight[warm_up:]),
+        "in_flight": statistics.median(executor.in_flight[warm_up:]),
         "busy": sum(busy) / (slowest + max(waits)),
+        "clocks": sum(shares),
         **{f"idle_{stage}": one / slowest for stage, one in enumerate(idle)},
         "waits": max(waits) / slowest,
-        "with_prompts": sum(len(step.plan.chunks) > step.plan.num_decodes for step in measured) / len(measured),
+        "with_prompts": sum(len(plan.chunks) > plan.num_decodes for plan in plans) / len(plans),
     }
 
 

@@ -1,7 +1,7 @@
 """Gets the programs of a deployment at start-up: loads those that an earlier start kept on disk, compiles the others.
 
-Programs are kept in a folder named by `MeshProgramBuilder.fingerprint`, so one that was compiled from other facts is never
-found there.
+Programs are kept in a folder named by `MeshProgramBuilder.fingerprint`, so one that was compiled from other facts is
+never found there.
 """
 
 from __future__ import annotations
