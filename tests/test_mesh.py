@@ -41,13 +41,13 @@ SHAPES += ["2x2-ngram", "1x2-draft", "2x2-draft"]
 # Pipeline stages: beside ranks and shards, with one layer each, of different kinds, and with drafts
 SHAPES += ["1x1p2", "1x2p2", "2x2p2", "1x1-deep", "1x1p4-deep", "1x2p4-deep", "2x1p4-deep", "1x1p2-uneven"]
 SHAPES += ["1x1p2-groups", "1x1p3-groups", "2x1p2-windows", "1x2e2p2-mixture", "2x2e4p2-ragged", "1x2p2-groups-mixture"]
-SHAPES += ["1x1p2-latent", "2x1e2p2-latent-ragged", "1x1p2-ngram", "2x1p2-ngram", "1x2p2-draft"]
+SHAPES += ["1x1p2-latent", "2x1e2p2-latent-ragged", "1x1p2-ngram", "2x1p2-ngram", "1x2p2-draft", "2x2p2-draft"]
 SHAPES += ["1x2p2-latent-mtp"]
 # Programs this small take longer to compile than to run.
 FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
 
 
-QUICK = ("1x1", "2x2-draft", "1x1-latent", "2x2e4-latent-ragged")
+QUICK = ("1x1", "2x2p2-draft", "1x1-latent", "2x2e4-latent-ragged")
 """Together they have all that the others have, but for layers of two KV groups."""
 
 
