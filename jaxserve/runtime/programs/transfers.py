@@ -47,6 +47,11 @@ class TransferBuilder(Builder):
         super().__init__(Mesh(devices, (STAGE_AXIS, *source.axis_names)), capacity, num_processes)
         self.trees_of = trees_of
 
+    @property
+    def keys(self) -> list[ProgramKey]:
+        """The keys of its programs."""
+        return list(self.trees_of)
+
     def lower(self, key: ProgramKey) -> jax.stages.Lowered:
         given = [
             jax.ShapeDtypeStruct(doubled(spec), spec.dtype, sharding=NamedSharding(self.mesh, both(spec)))
