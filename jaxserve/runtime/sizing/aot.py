@@ -142,7 +142,7 @@ def predict_steps(
     by_name = {report.name: report for report in reports}
     stages = {stage_name(one.model.stage): one for one in deployment.parts}
     found = {}
-    for part, key in ((part, key) for part in parts if part.name in stages for key in part.keys):
+    for part, key in ((one, key) for one in parts if one.name in stages for key in one.keys):
         report = by_name[part.program_name(key)]
         if KINDS[key.kind].is_step and report.cost is not None:
             exchanges = sum(report.collectives.values())
