@@ -21,6 +21,7 @@ from jaxserve.runtime.programs.bundle import BundlePart
 from jaxserve.runtime.programs.hlo import instructions
 from jaxserve.runtime.programs.inspection import compile_and_inspect
 from jaxserve.runtime.programs.table import KINDS
+from jaxserve.runtime.programs.transfers import FEEDBACK_KEY
 from jaxserve.runtime.sizing import aot
 from jaxserve.runtime.sizing.deployment import Deployment, deploy
 from jaxserve.runtime.sizing.memory import usable_bytes
@@ -110,3 +111,12 @@ def test_a_stage_sends_hidden_states_alone(tokens: int) -> None:
     assert [found[name].arrays for name in sent.operands] == [(tokens * HIDDEN // TENSOR * 2,)]
     assert "source_target_pairs={{0,4},{1,5},{2,6},{3,7}}" in sent.line
     assert not [one for one in found.values() if one.opcode.startswith(("all-", "reduce-scatter"))]
+
+
+def test_the_last_stage_sends_the_last_tokens_back() -> None:
+    builder = parts()["transfer-1"].builder
+    assert [device.id for device in builder.mesh.devices.flat] == [*range(STAGES * TENSOR)], "as XLA wants it"
+    found = {one.name: one for one in instructions(builder.compile(FEEDBACK_KEY).as_text())}
+    [sent] = [one for one in found.values() if one.opcode.startswith("collective-permute")]
+    assert [found[name].arrays for name in sent.operands] == [(SLOTS * 4,)]
+    assert "source_target_pairs={{4,0},{5,1},{6,2},{7,3}}" in sent.line
