@@ -75,6 +75,22 @@ def test_programs_by_name_as_json(argv: list[str], capsys: pytest.CaptureFixture
     assert "no program is called 'nothing'; there are update, adjust, draw-8, decode-8" in capsys.readouterr().err
 
 
+def test_programs_are_named_by_their_stage(
+    argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mesh = make_stage_meshes(jax.devices("cpu"), 1)[0]
+    monkeypatch.setattr(aot, "target_meshes", lambda name, stages, **shape: [mesh] * stages)
+    assert main([*argv, "--pp-size", "2", "--only", "decode-*-full", "--json"]) == 0
+    printed = capsys.readouterr()
+    found = json.loads(printed.out)
+    assert [program["name"] for program in found["programs"]] == ["stage-0/decode-8-full", "stage-1/decode-8-full"]
+    assert found["not_compiled"] == ["transfer-0", "transfer-1"]
+    assert "not compiled: transfer-0, transfer-1: target nvidia-h200 has no topology" in printed.err
+    assert main([*argv, "--pp-size", "2", "--only", "stage-1/*-greedy", "--json"]) == 0
+    [program] = json.loads(capsys.readouterr().out)["programs"]
+    assert program["name"] == "stage-1/decode-8-greedy"
+
+
 def test_a_program_that_does_not_build_fails_the_command(
     argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -209,7 +225,7 @@ def test_the_cost_of_a_step_is_shown_beside_its_roofline(capsys: pytest.CaptureF
     assert ["kernel", "1", "2", "1.0", "1.0", "1.0"] not in lines, "the ten costliest"
     print_reports([report], True, {}, predictions)
     [program] = json.loads(capsys.readouterr().out)["programs"]
-    assert program["prediction"] == {"limit": 0.002, "seconds": 0.003, "sequences": 8}
+    assert program["prediction"] == {"limit": 0.002, "seconds": 0.003, "sequences": 8, "tokens": 8}
     assert {"launches": 24, "top": 5, "host_waits": 3, "read_bytes": 66 * 2**20}.items() <= program["cost"].items()
 
 

@@ -147,3 +147,28 @@ def test_a_program_for_a_target_that_does_not_load_is_a_warning(
     program_path(folder, UPDATE_KEY).write_bytes(b"x" * 100)
     assert load_bundle(folder, read_manifest(folder), BundlePart("", builder(), [UPDATE_KEY])) is None
     assert "compiling all programs on this device instead" in caplog.text
+
+
+def test_parts_have_folders_of_their_own_and_their_own_facts(tmp_path: Path) -> None:
+    other = builder(msgspec.structs.replace(CAPACITY, decode_buckets=(4,)))
+    parts = [BundlePart("stage-0", builder(), [UPDATE_KEY]), BundlePart("stage-1", other, [UPDATE_KEY])]
+    for part in parts:
+        part.builder.store(builder().compile(UPDATE_KEY), program_path(tmp_path / part.name, UPDATE_KEY))
+    write_manifest(tmp_path, EngineConfig(model="tiny", pp_size=2), parts)
+    manifest = read_manifest(tmp_path)
+    assert manifest.programs == ["stage-0/update", "stage-1/update"]
+    for part in parts:
+        assert list(load_bundle(tmp_path, manifest, part) or ()) == [UPDATE_KEY]
+    with pytest.raises(
+        ConfigError, match=r"stage-1 was made .* sizes.decode_buckets is \[4\] in the bundle and \[2, 4\]"
+    ):
+        load_bundle(tmp_path, manifest, BundlePart("stage-1", builder(), [UPDATE_KEY]))
+    program_path(tmp_path / "stage-1", UPDATE_KEY).unlink()
+    with pytest.raises(ConfigError, match=r"stage-1/update\.xla can't be loaded"):
+        load_bundle(tmp_path, manifest, parts[1])
+
+
+def test_a_bundle_of_another_number_of_stages_is_refused(whole: Path) -> None:
+    config = EngineConfig(pp_size=2, programs=str(whole))
+    with pytest.raises(ConfigError, match=r"was made for pp_size=1, and pp_size is 2: set --pp-size 1, or make it"):
+        sized_like_bundle(config, read_manifest(whole))
