@@ -32,7 +32,7 @@ def run(folder: Path, settings: dict[str, Any], prompt: list[int]) -> dict[str, 
             sampling = SamplingParams(max_tokens=8, temperature=0.0)
             [answer] = llm.generate([prompt], sampling, use_tqdm=False)
         try:
-            LLM(**settings | {"pp_layer_partition": "2,1"}, programs=str(folder))
+            LLM(**settings | {"max_running_requests": 3}, programs=str(folder))
         except ConfigError as error:
             refusal = str(error)
     programs = sorted(str(path.relative_to(folder)) for path in folder.rglob("*.xla"))
