@@ -64,9 +64,9 @@ def transfer_name(source: int) -> str:
 class BundleManifest(msgspec.Struct, frozen=True, kw_only=True):
     """The model, settings and facts that a bundle was compiled for.
 
-    `facts` are `Builder.facts`, by name of the part if there are several; `settings` are all settings that differ from
-    their defaults. `target` names the description of the device that it was compiled for if none was attached, else it
-    is empty.
+    `facts` are those of the builder, by name of the part if there are several; `settings` are all settings that differ
+    from their defaults. `target` names the description of the device that it was compiled for if none was attached,
+    else it is empty.
     """
 
     format: int
