@@ -111,8 +111,8 @@ def compile_for(target: str) -> bool:
     for name, section in sections.items():
         with tempfile.TemporaryDirectory() as folder:
             deployment = aot.deploy_on_target(section.config(Path(folder), tiny=False), target)
-        builder, start = aot.builder_for_target(deployment, target), time.perf_counter()
-        reports = list(aot.compile_programs(builder, _extremes(deployment.program_keys)))
+        [every], start = aot.program_parts(deployment, aot.meshes_for_target(deployment, target)), time.perf_counter()
+        reports = list(aot.compile_programs([dataclasses.replace(every, keys=_extremes(every.keys))]))
         faults = [f"{report.name}: {report.fault}" for report in reports if report.fault]
         largest = max(reports, key=lambda report: report.temp_bytes)
         lines.append(

@@ -5,7 +5,8 @@ memory, the collectives and the kernels; then for each kernel the registers per 
 registers are) and the shared memory per block, or on a TPU the VMEM; then what a step of each program costs: launches,
 command buffers, waits of the host, bytes, and the predicted time beside the time of the roofline. --explain adds the
 kernels that move most bytes. It fails if a program doesn't build or would copy the KV pool. --model may be a
-folder without weights, or a config.json.
+folder without weights, or a config.json. With --pp-size, programs have names such as stage-0/decode-8-full, and those
+that send from a stage to the next one transfer-0/send-8.
 With --output it keeps the programs in a folder; `jaxserve serve --programs DIR` starts with them and compiles nothing.
 They are for the device of this machine, or with --target for an NVIDIA GPU that isn't here. No GPU has loaded programs
 that were compiled on another machine yet; if one can't, the server compiles its own.
@@ -97,13 +98,17 @@ def _for_target(loaded: LoadedConfig, name: str, arguments: Namespace) -> int:
     from jaxserve.runtime.sizing import aot
 
     deployment = aot.deploy_on_target(resolve_dp_mode(loaded.engine), name)
-    keys = aot.matching_keys(deployment, arguments.only)
-    builder = aot.builder_for_target(deployment, name)
-    print(f"{loaded.engine.model} on {deployment.num_devices} x {name}: {len(keys)} programs, "
+    every = aot.program_parts(deployment, aot.meshes_for_target(deployment, name))
+    parts = aot.matching_programs(every, arguments.only)
+    names, left_out = aot.names_of(parts), aot.left_out_transfers(deployment, every)
+    print(f"{loaded.engine.model} on {deployment.num_devices} x {name}: {len(names)} programs, "
           f"attention: {deployment.backend.name} ({deployment.backend.reason})", file=sys.stderr)  # fmt: skip
-    reports = collect_reports(aot.compile_programs(builder, keys), [str(key) for key in keys])
-    predictions = {str(key): one for key, one in aot.predict_steps(deployment, name, keys, reports).items()}
-    about = {"target": name, "devices": deployment.num_devices, "model": loaded.engine.model}
+    if left_out:
+        print(f"not compiled: {', '.join(left_out)}: target {name} has no topology with the devices of both stages",
+              file=sys.stderr)  # fmt: skip
+    reports = collect_reports(aot.compile_programs(parts), names)
+    predictions = aot.predict_steps(deployment, name, parts, reports)
+    about = {"target": name, "devices": deployment.num_devices, "model": loaded.engine.model, "not_compiled": left_out}
     print_reports(reports, arguments.json, about, predictions, explain=arguments.explain)
     return 1 if any(report.fault for report in reports) else 0
 
@@ -123,19 +128,18 @@ def _into_folder(loaded: LoadedConfig, folder: Path, target: str | None, as_json
     except (OSError, UntrustedFileError) as error:
         raise ConfigError(f"--output {folder}: {error}") from None
     if target is None:
-        deployment, builder = aot.deploy_on_device(config)
+        deployment, meshes = aot.deploy_on_device(config)
     else:
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-        deployment, builder = aot.deploy_for_bundle(config, target)
-    keys = aot.matching_keys(deployment)
+        deployment, meshes = aot.deploy_for_bundle(config, target)
+    parts = aot.program_parts(deployment, meshes)
     (folder / bundle.MANIFEST).unlink(missing_ok=True)
-    reports = collect_reports(aot.compile_programs(builder, keys, folder), [str(key) for key in keys])
-    print_reports(
-        reports, as_json, {"output": str(folder), "device": builder.facts()["device"], "model": loaded.engine.model}
-    )
+    reports = collect_reports(aot.compile_programs(parts, folder), aot.names_of(parts))
+    device = parts[0].builder.facts()["device"]
+    print_reports(reports, as_json, {"output": str(folder), "device": device, "model": loaded.engine.model})
     if any(report.fault for report in reports):
         return 1
-    bundle.write_manifest(folder, loaded.engine, builder, keys, target or "")
+    bundle.write_manifest(folder, loaded.engine, parts, target or "")
     print(f"jaxserve serve --programs {folder} starts with them", file=sys.stderr)
     return 0
 

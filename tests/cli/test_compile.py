@@ -19,7 +19,7 @@ from jaxserve.cli.compile import print_reports
 from jaxserve.cli.main import main
 from jaxserve.errors import ConfigError
 from jaxserve.observability import log
-from jaxserve.runtime.devices.mesh import make_mesh
+from jaxserve.runtime.devices.mesh import make_stage_meshes
 from jaxserve.runtime.programs.builder import ProgramBuilder
 from jaxserve.runtime.programs.cost import Grouping, LaunchCost, ProgramCost
 from jaxserve.runtime.programs.inspection import KernelReport, ProgramReport
@@ -45,7 +45,9 @@ def _logging_stays() -> Iterator[None]:
 
 @pytest.fixture
 def argv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    monkeypatch.setattr(aot, "target_mesh", lambda name, **shape: make_mesh(jax.devices("cpu"), **shape))
+    monkeypatch.setattr(
+        aot, "target_meshes", lambda name, stages, **shape: make_stage_meshes(jax.devices("cpu"), stages, **shape)
+    )
     monkeypatch.setattr(dispatch, "has_triton", lambda target: False)
     model = write_config(tmp_path / "small.json", **SMALL)
     flags = ["--attention-backend", "reference", "--max-running-requests", "4", "--cuda-graph-bs", "4"]
@@ -71,6 +73,19 @@ def test_programs_by_name_as_json(argv: list[str], capsys: pytest.CaptureFixture
     assert program["fault"] is None
     assert main([*argv, "--only", "nothing"]) == 2
     assert "no program is called 'nothing'; there are update, adjust, draw-8, decode-8" in capsys.readouterr().err
+
+
+def test_programs_are_named_by_their_stage(
+    argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mesh = make_stage_meshes(jax.devices("cpu"), 1)[0]
+    monkeypatch.setattr(aot, "target_meshes", lambda name, stages, **shape: [mesh] * stages)
+    assert main([*argv, "--pp-size", "2", "--only", "decode-*-full", "--json"]) == 0
+    printed = capsys.readouterr()
+    found = json.loads(printed.out)
+    assert [program["name"] for program in found["programs"]] == ["stage-0/decode-8-full", "stage-1/decode-8-full"]
+    assert found["not_compiled"] == ["transfer-0", "transfer-1"]
+    assert "not compiled: transfer-0, transfer-1: target nvidia-h200 has no topology" in printed.err
 
 
 def test_a_program_that_does_not_build_fails_the_command(
@@ -195,7 +210,7 @@ def test_the_cost_of_a_step_is_shown_beside_its_roofline(capsys: pytest.CaptureF
     kinds = tuple(LaunchCost(f"kernel {i}", 2, i * 2**20, 2**20, 1e9) for i in range(12))
     report = ProgramReport("decode-8-full", 1.0, cost=ProgramCost(kinds, Grouping(5, 2, 3)))
     unknown = ProgramReport("update", 1.0, cost=ProgramCost(kinds[:1], None))
-    predictions = {"decode-8-full": Prediction(limit=0.002, seconds=0.003, sequences=8)}
+    predictions = {"decode-8-full": Prediction(limit=0.002, seconds=0.003, sequences=8, tokens=8)}
     print_reports([report, unknown], False, {}, predictions)
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["decode-8-full", "24", "2", "3", "66.0", "12.0", "2.00", "3.00", "1.50"] in lines
@@ -207,7 +222,7 @@ def test_the_cost_of_a_step_is_shown_beside_its_roofline(capsys: pytest.CaptureF
     assert ["kernel", "1", "2", "1.0", "1.0", "1.0"] not in lines, "the ten costliest"
     print_reports([report], True, {}, predictions)
     [program] = json.loads(capsys.readouterr().out)["programs"]
-    assert program["prediction"] == {"limit": 0.002, "seconds": 0.003, "sequences": 8}
+    assert program["prediction"] == {"limit": 0.002, "seconds": 0.003, "sequences": 8, "tokens": 8}
     assert {"launches": 24, "top": 5, "host_waits": 3, "read_bytes": 66 * 2**20}.items() <= program["cost"].items()
 
 

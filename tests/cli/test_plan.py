@@ -145,6 +145,44 @@ def test_layers_with_windows_leave_room_for_more_tokens(tmp_path: Path, capsys: 
     assert "a token: 80.0 KiB of 10 layers, 416.0 KiB of 52 layers with a window of 1,024" in text
 
 
+def test_each_stage_has_its_own_layers_devices_and_memory(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = (llama, "--target", "nvidia-h200", "--tp-size", "2")
+    whole = _plan(capsys, *argv)
+    plan = _plan(capsys, *argv, "--pp-size", "3", "--pp-layer-partition", "10,10,12")
+    assert (plan["devices"], plan["pp_size"], plan["tp_size"], whole["pp_size"]) == (6, 3, 2, 1)
+    stages = plan["stages"]
+    assert [one["layers"] for one in stages] == [[0, 9], [10, 19], [20, 31]]
+    assert [one["devices"] for one in stages] == [[0, 1], [2, 3], [4, 5]]
+    for name in ("weight_bytes", "kv_bytes_per_token"):
+        assert sum(one[name] for one in stages) == whole[name]
+    for one in stages:
+        used = sum(one[name] for name in ("weight_bytes", "state_bytes", "temp_bytes", "pool_bytes"))
+        assert used + one["left_bytes"] == plan["usable_bytes"]
+        assert one["pool_bytes"] == one["kv_bytes_per_token"] * plan["max_total_num_tokens"]
+    assert min(one["left_bytes"] for one in stages) >= 0
+    assert plan["weight_bytes"] == stages[2]["weight_bytes"], "that of the fullest"
+    limits = {(row["batch"], row["context"]): row for row in plan["decode_tokens_per_second"]}
+    alone = {(row["batch"], row["context"]): row for row in whole["decode_tokens_per_second"]}
+    assert limits[1, 1024]["limit"] == pytest.approx(alone[1, 1024]["limit"])
+    assert limits[1, 1024]["step_seconds"] == pytest.approx(1 / limits[1, 1024]["limit"])
+    assert limits[256, 1024]["limit"] > alone[256, 1024]["limit"]
+    assert main(["plan", *argv, "--pp-size", "3"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "on 6 x nvidia-h200, 3 stages x tensor parallel 2" in lines[0]
+    start = next(number for number, line in enumerate(lines) if line.startswith("stage"))
+    held = [line.split()[:3] for line in lines[start + 1 : start + 4]]
+    assert held == [["0", "0-9", "0-1"], ["1", "10-21", "2-3"], ["2", "22-31", "4-5"]]
+    assert any("through all stages it takes at best" in line for line in lines)
+
+
+def test_a_model_that_does_not_fit_is_told_how_many_stages_help(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", llama, "--target", "tpu-v5e", "--pp-size", "2", "--dtype", "float32"]) == 2
+    error = capsys.readouterr().err
+    assert "stage 0 of 2, with layers 0 to 15: no memory is left" in error
+    assert "--tp-size 2 or --pp-size 3 or --dtype bfloat16 makes room" in error
+    assert _plan(capsys, llama, "--target", "tpu-v5e", "--pp-size", "3", "--dtype", "float32")["max_total_num_tokens"]
+
+
 @pytest.mark.parametrize("mode", ["replicas", "mesh"])
 def test_ranks_in_either_form_share_one_machine(llama: str, mode: str, capsys: pytest.CaptureFixture[str]) -> None:
     argv = (llama, "--target", "nvidia-h200", "--tp-size", "2", "--dp-mode", mode)
@@ -159,7 +197,7 @@ def test_a_model_that_does_not_fit_is_refused_with_a_flag_that_helps(
     assert main(argv) == 2
     error = capsys.readouterr().err
     assert "no memory is left for the KV cache: 14.96 GiB of weights" in error
-    assert "--tp-size 2 makes room" in error
+    assert "--tp-size 2 or --pp-size 2 makes room" in error
     assert _plan(capsys, *argv[1:], "--tp-size", "2")["max_total_num_tokens"] > 0
 
 

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jaxserve.config.schema import EngineConfig
 from jaxserve.runtime.devices.mesh import shardings
 from jaxserve.runtime.execution.device_commands import LocalCommands
 from jaxserve.runtime.execution.stage_clock import StageClock
 from jaxserve.runtime.execution.stage_transfer import StageTransfer
 from jaxserve.runtime.execution.staged_commands import StagedCommands
 from jaxserve.runtime.execution.startup import program_cache_dir
-from jaxserve.runtime.programs.bundle import BundleManifest
+from jaxserve.runtime.programs.bundle import BundleManifest, BundlePart, load_bundle, transfer_name
 from jaxserve.runtime.programs.program_cache import build_programs
+from jaxserve.runtime.programs.program_set import Program
 from jaxserve.runtime.sizing.deployment import Deployment
 from jaxserve.runtime.step.handoff import feedback_specs
+from jaxserve.runtime.step.program import ProgramKey
 
 
 def connect_stages(
@@ -31,13 +35,15 @@ def connect_stages(
 
     `on_failure` gets the reason if a stage of this process fails: those after it would wait for it.
     """
-    cache, count = program_cache_dir(deployment.config), 0
-    targets = [*meshes[1:], meshes[0]]
+    count, targets = 0, [*meshes[1:], meshes[0]]
     transfers: list[StageTransfer | None] = []
-    for builder, source, target in zip(deployment.transfer_builders(meshes), meshes, targets, strict=True):
+    builders = deployment.transfer_builders(meshes)
+    for i, (builder, source, target) in enumerate(zip(builders, meshes, targets, strict=True)):
         transfer = None
         if source.local_devices or target.local_devices:
-            programs, compiled = build_programs(builder, list(builder.trees_of), cache)
+            programs, compiled = _programs(
+                deployment.config, BundlePart(transfer_name(i), builder, builder.keys), bundle
+            )
             transfer, count = StageTransfer(builder, source, target, programs), count + compiled
         transfers.append(transfer)
     feedback = None
@@ -48,3 +54,14 @@ def connect_stages(
         )
     clocks = [None if stage is None else StageClock(i, on_failure) for i, stage in enumerate(stages)]
     return StagedCommands(deployment.capacity, stages, transfers, clocks, feedback), count
+
+
+def _programs(
+    config: EngineConfig, part: BundlePart, bundle: BundleManifest | None
+) -> tuple[Mapping[ProgramKey, Program], int]:
+    """Return the programs of a transfer, and how many of them were compiled."""
+    if bundle is not None:
+        assert config.programs is not None
+        if (loaded := load_bundle(Path(config.programs), bundle, part)) is not None:
+            return loaded, 0
+    return build_programs(part.builder, part.keys, program_cache_dir(config))

@@ -27,7 +27,7 @@ from jaxserve.models.registry import abstract_params
 from jaxserve.quant import WeightChoice
 from jaxserve.runtime.devices.mesh import shardings
 from jaxserve.runtime.programs.builder import ProgramBuilder
-from jaxserve.runtime.programs.bundle import BundleManifest, load_bundle
+from jaxserve.runtime.programs.bundle import BundleManifest, BundlePart, load_bundle, stage_name
 from jaxserve.runtime.programs.program_cache import are_kept, build_programs
 from jaxserve.runtime.programs.program_set import ProgramSet
 from jaxserve.runtime.sizing.deployment import Deployment
@@ -189,7 +189,8 @@ def _may_compile(deployment: Deployment, builder: ProgramBuilder, bundle: Bundle
 
 def _from_bundle(deployment: Deployment, builder: ProgramBuilder, bundle: BundleManifest) -> ProgramSet | None:
     assert deployment.config.programs is not None
-    loaded = load_bundle(Path(deployment.config.programs), bundle, builder, deployment.program_keys)
+    part = BundlePart(stage_name(deployment.model.stage), builder, deployment.program_keys)
+    loaded = load_bundle(Path(deployment.config.programs), bundle, part)
     return None if loaded is None else ProgramSet(loaded)
 
 

@@ -6,6 +6,7 @@ refused. It holds no weights.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +19,8 @@ import msgspec
 from jaxserve.config.schema import EngineConfig
 from jaxserve.error_texts import join_differences
 from jaxserve.errors import ConfigError
-from jaxserve.runtime.programs.builder import ProgramBuilder, program_path
+from jaxserve.models.layout import Stage
+from jaxserve.runtime.programs.builder import MeshProgramBuilder, program_path
 from jaxserve.runtime.programs.own_files import UntrustedFileError, check_owner
 from jaxserve.runtime.step.program import ProgramKey
 
@@ -28,11 +30,43 @@ MANIFEST = "manifest.json"
 _FORMAT = 1
 
 
+@dataclasses.dataclass(frozen=True)
+class BundlePart:
+    """The programs of one builder: all of a deployment, or those of a pipeline stage or of a transfer between two.
+
+    Those of a stage or a transfer are in a folder of this `name`, which is empty for a deployment without stages.
+    """
+
+    name: str
+    builder: MeshProgramBuilder
+    keys: Sequence[ProgramKey]
+
+    def program_name(self, key: ProgramKey) -> str:
+        """Return the name of a program among those of all parts."""
+        return f"{self.name}/{key}" if self.name else str(key)
+
+    @property
+    def program_names(self) -> list[str]:
+        """The names of its programs."""
+        return list(map(self.program_name, self.keys))
+
+
+def stage_name(stage: Stage | None) -> str:
+    """Return the name of the part of a pipeline stage."""
+    return "" if stage is None else f"stage-{stage.index}"
+
+
+def transfer_name(source: int) -> str:
+    """Return the name of the part of the transfer from a pipeline stage to the next one."""
+    return f"transfer-{source}"
+
+
 class BundleManifest(msgspec.Struct, frozen=True, kw_only=True):
     """The model, settings and facts that a bundle was compiled for.
 
-    `facts` are `ProgramBuilder.facts`; `settings` are all settings that differ from their defaults.
-    `target` names the description of the device that it was compiled for if none was attached, else it is empty.
+    `facts` are those of the builder, by name of the part if there are several; `settings` are all settings that differ
+    from their defaults. `target` names the description of the device that it was compiled for if none was attached,
+    else it is empty.
     """
 
     format: int
@@ -44,19 +78,19 @@ class BundleManifest(msgspec.Struct, frozen=True, kw_only=True):
     target: str = ""
 
 
-def write_manifest(
-    folder: Path, config: EngineConfig, builder: ProgramBuilder, keys: Sequence[ProgramKey], target: str = ""
-) -> None:
+def write_manifest(folder: Path, config: EngineConfig, parts: Sequence[BundlePart], target: str = "") -> None:
     """Write the manifest. Write it last: a folder that has one is complete."""
     given = msgspec.to_builtins(config)
     defaults = msgspec.to_builtins(EngineConfig())
+    capacity = parts[0].builder.capacity
+    facts = {part.name: part.builder.facts() for part in parts}
     manifest = BundleManifest(
         format=_FORMAT,
         model=config.model,
         settings={name: value for name, value in given.items() if value != defaults[name]},
-        pool_tokens=builder.capacity.num_pages * builder.capacity.page_size,
-        programs=[str(key) for key in keys],
-        facts=builder.facts(),
+        pool_tokens=capacity.num_pages * capacity.page_size,
+        programs=[name for part in parts for name in part.program_names],
+        facts=facts.get("", facts),
         target=target,
     )
     (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
@@ -83,42 +117,51 @@ def read_manifest(folder: Path) -> BundleManifest:
 
 
 def sized_like_bundle(config: EngineConfig, manifest: BundleManifest) -> EngineConfig:
-    """Return the configuration with the bundle's pool size, which would else vary a little with the free memory."""
+    """Return the configuration with the bundle's pool size, which would else vary a little with the free memory.
+
+    Raises `ConfigError` if the bundle is for another number of pipeline stages.
+    """
+    if (stages := manifest.settings.get("pp_size", 1)) != config.pp_size:
+        raise ConfigError(
+            f"programs={config.programs} was made for pp_size={stages}, and pp_size is {config.pp_size}: set --pp-size "
+            f"{stages}, or make it again with `jaxserve compile --output {config.programs} --pp-size {config.pp_size}`"
+        )
     if config.max_total_tokens is not None:
         return config
     return msgspec.structs.replace(config, max_total_tokens=manifest.pool_tokens)
 
 
 def load_bundle(
-    folder: Path, manifest: BundleManifest, builder: ProgramBuilder, keys: Sequence[ProgramKey]
+    folder: Path, manifest: BundleManifest, part: BundlePart
 ) -> dict[ProgramKey, Callable[..., Any]] | None:
-    """Load the programs by key. Raises `ConfigError` naming facts that differ, or a program that can't be loaded.
+    """Load the programs of a part by key. Raises `ConfigError` naming facts that differ, or a program that can't be
+    loaded.
 
     A bundle for a target may turn out not to load on the real device: then logs why and returns None.
     """
-    facts = json.loads(json.dumps(builder.facts()))
+    facts = json.loads(json.dumps(part.builder.facts()))
+    made_for = manifest.facts[part.name] if part.name else manifest.facts
     if differences := join_differences(
-        _comparable(manifest.facts, manifest), _comparable(facts, manifest), there="in the bundle", here="here"
+        _comparable(made_for, manifest), _comparable(facts, manifest), there="in the bundle", here="here"
     ):
         target = f" --target {manifest.target}" if manifest.target else ""
         raise ConfigError(
-            f"programs={folder} was made for something else: {differences}; "
+            f"programs={folder / part.name} was made for something else: {differences}; "
             f"make it again with `jaxserve compile --output {folder}{target}`, or leave --programs out"
         )
 
     def load(key: ProgramKey) -> tuple[ProgramKey, Callable[..., Any]]:
+        path = program_path(folder / part.name, key)
         try:
-            return key, builder.load(key, program_path(folder, key))
+            return key, part.builder.load(key, path)
         except UntrustedFileError as error:
             raise ConfigError(f"programs={folder}: {error}") from None
         except Exception as error:  # a damaged pickle may raise anything
-            raise _LoadError(
-                f"programs={folder}: {program_path(folder, key).name} can't be loaded ({error!r})"
-            ) from None
+            raise _LoadError(f"programs={folder}: {path.relative_to(folder)} can't be loaded ({error!r})") from None
 
     try:
         with ThreadPoolExecutor() as pool:
-            return dict(pool.map(load, keys))
+            return dict(pool.map(load, part.keys))
     except _LoadError as error:
         if manifest.target:
             logger.warning("%s: compiling all programs on this device instead", error)
@@ -134,5 +177,7 @@ def _comparable(facts: Mapping[str, Any], manifest: BundleManifest) -> dict[str,
     """Return the facts that must be equal. A bundle for a target may have another platform and compiler."""
     if not manifest.target:
         return dict(facts)
-    attention = {**facts["attention"], "target": {**facts["attention"]["target"], "platform": ""}}
-    return {**facts, "attention": attention, "compiler": ""}
+    found = {**facts, "compiler": ""}
+    if "attention" in facts:
+        found["attention"] = {**facts["attention"], "target": {**facts["attention"]["target"], "platform": ""}}
+    return found

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from jaxserve.runtime.devices.mesh import GPU, device_bytes, platform_of
-from jaxserve.runtime.programs.builder import ProgramBuilder
+from jaxserve.runtime.programs.builder import MeshProgramBuilder, ProgramBuilder
 from jaxserve.runtime.programs.cost import ProgramCost, program_cost
 from jaxserve.runtime.programs.hlo import HloModule, Instruction, Tables
 from jaxserve.runtime.programs.kernel_names import kernel_language, kernel_name
@@ -82,7 +82,7 @@ class ProgramReport:
 
 
 def compile_and_inspect(
-    builder: ProgramBuilder, key: ProgramKey, *, attached: bool = False
+    builder: MeshProgramBuilder, key: ProgramKey, *, attached: bool = False
 ) -> tuple[ProgramReport, jax.stages.Compiled | None]:
     """Compile one program and report on it; if it doesn't build, the report has a fault and the program is None.
 
@@ -99,7 +99,7 @@ def compile_and_inspect(
 
 
 def inspect_program(
-    builder: ProgramBuilder, key: ProgramKey, compiled: Any, seconds: float, dump: Path | None = None
+    builder: MeshProgramBuilder, key: ProgramKey, compiled: Any, seconds: float, dump: Path | None = None
 ) -> ProgramReport:
     """Return the report of a compiled program. `dump` is the folder that XLA wrote it to."""
     memory = compiled.memory_analysis()
@@ -121,12 +121,15 @@ def inspect_program(
     )
 
 
-def attached_cost(builder: ProgramBuilder, compiled: Any) -> ProgramCost:
+def attached_cost(builder: MeshProgramBuilder, compiled: Any) -> ProgramCost:
     """Return the cost of a compiled program, without how the host launches it."""
     return program_cost(HloModule(compiled.as_text()), _tables(builder), None)
 
 
-def _tables(builder: ProgramBuilder) -> Tables:
+def _tables(builder: MeshProgramBuilder) -> Tables:
+    if not isinstance(builder, ProgramBuilder):
+        return Tables(frozenset(), frozenset())
+
     def sizes(tree: Any) -> frozenset[int]:
         return frozenset(device_bytes(array, builder.mesh.shape) for array in jax.tree.leaves(tree))
 
@@ -152,8 +155,10 @@ def own_kernels_of(compiled: Any, found: Iterable[Instruction]) -> tuple[tuple[K
     return reports, unread
 
 
-def _copied(builder: ProgramBuilder, memory: Any, found: list[Instruction]) -> str | None:
-    """Return how the program copies the state or the KV pool, or None if it updates both in place."""
+def _copied(builder: MeshProgramBuilder, memory: Any, found: list[Instruction]) -> str | None:
+    """Return how the program copies the state or the KV pool, or None if it updates both in place, or has none."""
+    if not isinstance(builder, ProgramBuilder):
+        return None
     sizes = builder.mesh.shape
     state = device_bytes(builder.state_specs, sizes)
     if memory.alias_size_in_bytes < state:

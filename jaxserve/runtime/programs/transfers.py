@@ -31,8 +31,8 @@ class TransferBuilder(MeshProgramBuilder):
     """Makes the transfers from the devices of `source` to those of `target`, two meshes of one shape.
 
     `trees_of` are the specs of what each program sends, by key. A program takes and returns a tuple of arrays that have
-    twice the length along the first axis: the part of the source, which it is given, and then that of the target, which
-    it returns.
+    twice the length along the first axis, a part for each stage: it is given that of the source, and returns that of
+    the target. The devices are in ascending order, whichever is the source: for others, XLA logs an error on a GPU.
     """
 
     def __init__(
@@ -43,9 +43,16 @@ class TransferBuilder(MeshProgramBuilder):
         trees_of: Mapping[ProgramKey, Any],
         num_processes: int = 1,
     ) -> None:
-        devices = np.stack([source.devices, target.devices])
+        first, second = sorted((source, target), key=lambda mesh: int(mesh.devices.flat[0].id))
+        devices = np.stack([first.devices, second.devices])
         super().__init__(Mesh(devices, (STAGE_AXIS, *source.axis_names)), capacity, num_processes)
         self.trees_of = trees_of
+        self._way = (0, 1) if first is source else (1, 0)
+
+    @property
+    def keys(self) -> list[ProgramKey]:
+        """The keys of its programs."""
+        return list(self.trees_of)
 
     def lower(self, key: ProgramKey) -> jax.stages.Lowered:
         given = [
@@ -55,7 +62,7 @@ class TransferBuilder(MeshProgramBuilder):
         parts = tuple(map(both, self._specs(key)))
 
         def send(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-            return tuple(lax.ppermute(array, STAGE_AXIS, [(0, 1)]) for array in arrays)
+            return tuple(lax.ppermute(array, STAGE_AXIS, [self._way]) for array in arrays)
 
         send.__name__ = str(key).replace("-", "_")
         over_mesh = jax.shard_map(send, mesh=self.mesh, in_specs=parts, out_specs=parts, check_vma=False)
@@ -70,7 +77,7 @@ class TransferBuilder(MeshProgramBuilder):
             str(key): [[list(spec.shape), spec.dtype.name, list(spec.axes)] for spec in self._specs(key)]
             for key in self.trees_of
         }
-        return {**self.environment_facts(), "sent": sent}
+        return {**self.environment_facts(), "way": list(self._way), "sent": sent}
 
     def _specs(self, key: ProgramKey) -> list[ArraySpec]:
         return jax.tree.leaves(self.trees_of[key])

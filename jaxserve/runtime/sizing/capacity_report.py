@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from jaxserve.config.schema import EngineConfig
 from jaxserve.errors import ConfigError
 from jaxserve.params import KVSpec
 from jaxserve.runtime.devices.target import DeviceTarget, load_target
-from jaxserve.runtime.sizing.aot import builder_for_target, compile_programs, deploy_on_target, predict_steps
+from jaxserve.runtime.sizing.aot import (
+    compile_programs,
+    deploy_on_target,
+    meshes_for_target,
+    predict_steps,
+    program_parts,
+)
 from jaxserve.runtime.sizing.deployment import Deployment
 from jaxserve.runtime.sizing.memory import usable_bytes
 from jaxserve.runtime.sizing.memory_advice import find_fixes
 from jaxserve.runtime.sizing.prediction import Prediction
-from jaxserve.runtime.sizing.roofline import Roofline, roofline
+from jaxserve.runtime.sizing.roofline import PipelineRoofline, pipeline_roofline
 from jaxserve.runtime.sizing.temp_memory import TempMemory, largest_programs, with_temp_memory
-from jaxserve.runtime.step.program import ProgramKey
 
 _BATCHES = (1, 8, 32, 64, 128, 256, 512, 1024)
 _CONTEXTS = (1024, 4096, 16384, 65536, 131072)
@@ -31,20 +36,60 @@ class Shortfall:
 
 
 @dataclasses.dataclass(frozen=True)
+class StageReport:
+    """The layers of a pipeline stage, its devices, and the bytes of what each of these holds.
+
+    `temp` is the largest working memory of a program, `left` what nothing needs of the memory that may be used.
+    """
+
+    deployment: Deployment
+    devices: range
+    temp: int
+    left: int
+
+    @property
+    def layers(self) -> range:
+        """The layers that it has."""
+        return self.deployment.model.layers
+
+    @property
+    def weights(self) -> int:
+        """The bytes of its weights."""
+        return self.deployment.sizes.footprint.weights
+
+    @property
+    def state(self) -> int:
+        """The bytes of its state by slot."""
+        return self.deployment.sizes.footprint.state
+
+    @property
+    def pool(self) -> int:
+        """The bytes of its KV pools."""
+        return self.deployment.sizes.pool_bytes
+
+    @property
+    def kv_groups(self) -> list[tuple[KVSpec, int, int]]:
+        """The KV groups, each with its pages on a data-parallel rank and its bytes of a token on a device."""
+        made = self.deployment
+        return list(zip(made.kv_specs, made.capacity.pages_by_group, made.sizes.footprint.kv_per_token, strict=True))
+
+
+@dataclasses.dataclass(frozen=True)
 class CapacityReport:
     """The capacity of a deployment on a target.
 
-    `temp_bytes` is the largest working memory of a program; `temp_source` says where the figure is from. The pool also
-    leaves a margin free on top of the compiler's figure. `predictions` are those of the programs that were compiled.
+    `temps` are the largest working memory of each stage; `temp_source` says where the figures are from. The pool also
+    leaves a margin free on top of the compiler's figures. `predictions` are those of the programs that were compiled,
+    by name.
     """
 
     deployment: Deployment
     target: DeviceTarget
-    limits: Roofline
-    temp_bytes: int
+    limits: PipelineRoofline
+    temps: Sequence[int]
     temp_source: str
     shortfalls: list[Shortfall]
-    predictions: Mapping[ProgramKey, Prediction]
+    predictions: Mapping[str, Prediction]
 
     @property
     def num_devices(self) -> int:
@@ -53,10 +98,18 @@ class CapacityReport:
         return divided.num_devices * divided.replicas
 
     @property
-    def kv_groups(self) -> list[tuple[KVSpec, int, int]]:
-        """The KV groups, each with its pages on a data-parallel rank and its bytes of a token on a device."""
-        made = self.deployment
-        return list(zip(made.kv_specs, made.capacity.pages_by_group, made.sizes.footprint.kv_per_token, strict=True))
+    def stages(self) -> list[StageReport]:
+        """What each pipeline stage holds; one of all layers without them. The devices are those of one replica."""
+        found, each = list[StageReport](), self.deployment.num_devices // len(self.deployment.parts)
+        for i, (part, temp) in enumerate(zip(self.deployment.parts, self.temps, strict=True)):
+            used = part.sizes.footprint.weights + part.sizes.footprint.state + temp + part.sizes.pool_bytes
+            found.append(StageReport(part, range(i * each, (i + 1) * each), temp, self.usable_bytes - used))
+        return found
+
+    @property
+    def fullest(self) -> StageReport:
+        """The stage that has the least room."""
+        return min(self.stages, key=lambda stage: stage.left)
 
     @property
     def rank_tokens(self) -> int:
@@ -104,11 +157,19 @@ class CapacityReport:
         """Return the upper limit in tokens per second; None if the pool can't hold the batch."""
         if batch > self.max_requests(context):
             return None
-        return batch / self.limits.decode_seconds(-(-batch // self.deployment.num_ranks), context)
+        return batch / self.limits.decode_seconds(self._rows(batch), context)
 
-    def predicted_rate(self, key: ProgramKey) -> float:
+    def step_seconds(self, batch: int, context: int) -> float:
+        """Return the shortest time of a decode step of `batch` requests through all stages."""
+        return self.limits.step_seconds(self._rows(batch), context)
+
+    def _rows(self, batch: int) -> int:
+        return -(-batch // self.deployment.num_ranks)
+
+    def predicted_rate(self, name: str) -> float:
         """Return the predicted tokens per second of a program over all ranks: decoded tokens, or prompt tokens."""
-        return self.deployment.num_ranks * key.size / self.predictions[key].seconds
+        predicted = self.predictions[name]
+        return self.deployment.num_ranks * predicted.tokens / predicted.seconds
 
     def prefill_limit(self, length: int) -> float | None:
         """Return the upper limit in tokens per second for prompts of `length` tokens; None if the peak is unknown."""
@@ -123,19 +184,21 @@ def report_capacity(config: EngineConfig, name: str, *, ask_compiler: bool = Fal
     """
     deployment = deploy_on_target(config, name)
     target = load_target(name)
-    temp, source = deployment.sizes.footprint.activations, "estimated"
-    predictions: dict[ProgramKey, Prediction] = {}
+    temps, source = [part.sizes.footprint.activations for part in deployment.parts], "estimated"
+    predictions: dict[str, Prediction] = {}
     if ask_compiler:
-        keys = largest_programs(deployment)
-        reports = list(compile_programs(builder_for_target(deployment, name), keys))
-        if fault := next((report for report in reports if report.fault), None):
+        every = program_parts(deployment, meshes_for_target(deployment, name))
+        parts = [dataclasses.replace(part, keys=largest_programs(made)) for part, made in zip(every, deployment.parts)]
+        reports = {report.name: report for report in compile_programs(parts)}
+        if fault := next((report for report in reports.values() if report.fault), None):
             raise ConfigError(f"program {fault.name} can't be used on {name}: {fault.fault}")
-        predictions = predict_steps(deployment, name, keys, reports)
-        largest = max(reports, key=lambda report: report.temp_bytes)
+        predictions = predict_steps(deployment, name, parts, list(reports.values()))
+        largest = max(reports.values(), key=lambda report: report.temp_bytes)
         deployment = with_temp_memory(deployment, TempMemory(largest.temp_bytes, largest.name))
-        temp, source = largest.temp_bytes, f"the compiler's, {largest.name}"
-    limits = roofline(deployment, target)
-    return CapacityReport(deployment, target, limits, temp, source, _shortfalls(deployment), predictions)
+        temps = [max(reports[one].temp_bytes for one in part.program_names) for part in parts]
+        source = f"the compiler's, {largest.name}"
+    limits = pipeline_roofline(deployment, target)
+    return CapacityReport(deployment, target, limits, temps, source, _shortfalls(deployment), predictions)
 
 
 def _shortfalls(deployment: Deployment) -> list[Shortfall]:

@@ -32,7 +32,7 @@ _EXCHANGE = 10e-6
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """The predicted `seconds` of a step, the fewest possible (`limit`), and the number of sequences in it.
+    """The predicted `seconds` of a step, the fewest possible (`limit`), and its numbers of sequences and of tokens.
 
     A decode step has sequences of `CONTEXT` tokens; any other step is a prompt that fills the program.
     """
@@ -40,6 +40,7 @@ class Prediction:
     limit: float
     seconds: float
     sequences: int
+    tokens: int
 
 
 def predict(
@@ -58,9 +59,10 @@ def predict(
     if rows := KINDS[key.kind].num_decoding(deployment.capacity, key.size):
         limit = reached.decode_seconds(rows, CONTEXT)
         seconds = step_seconds(reached, cost, decodes=rows, context=CONTEXT, exchanges=exchanges)
-        return Prediction(limit, seconds, rows)
+        return Prediction(limit, seconds, rows, key.size)
     limit = _prompt_seconds(reached, key.size)
-    return Prediction(limit, step_seconds(reached, cost, prompt=key.size, exchanges=exchanges), 1)
+    seconds = step_seconds(reached, cost, prompt=key.size, exchanges=exchanges)
+    return Prediction(limit, seconds, 1, key.size)
 
 
 def step_seconds(

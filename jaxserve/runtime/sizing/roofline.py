@@ -108,11 +108,47 @@ class Roofline:
         return self.peak_flops / (self.layer_flops + self.prompt_flops(length) / length)
 
 
+@dataclasses.dataclass(frozen=True)
+class PipelineRoofline:
+    """The limits of a data-parallel rank whose layers are divided among `stages`, or are all in one.
+
+    A decode step of a batch is as many steps as there are stages, or requests if these are fewer: each of them computes
+    a part of the batch in one stage after the other.
+    """
+
+    stages: tuple[Roofline, ...]
+
+    def step_seconds(self, batch: int, context: int) -> float:
+        """Return the shortest time of a part of a batch from the start of the first stage to the end of the last."""
+        return sum(self._seconds_by_stage(batch, context))
+
+    def decode_seconds(self, batch: int, context: int) -> float:
+        """Return the shortest time in which each of `batch` requests of `context` tokens gets a token."""
+        seconds = self._seconds_by_stage(batch, context)
+        return max(sum(seconds), min(batch, len(seconds)) * max(seconds))
+
+    def prefill_tokens_per_second(self, length: int) -> float | None:
+        """Return the most prompt tokens per second, for prompts of `length` tokens; None if the peak is unknown."""
+        limits = [stage.prefill_tokens_per_second(length) for stage in self.stages]
+        known = [limit for limit in limits if limit is not None]
+        return min(known) if known else None
+
+    def _seconds_by_stage(self, batch: int, context: int) -> list[float]:
+        rows = -(-batch // len(self.stages))
+        return [stage.decode_seconds(rows, context) for stage in self.stages]
+
+
+def pipeline_roofline(deployment: Deployment, target: DeviceTarget) -> PipelineRoofline:
+    """Return the limits of all stages of a deployment on a target."""
+    return PipelineRoofline(tuple(roofline(part, target) for part in deployment.parts))
+
+
 def roofline(deployment: Deployment, target: DeviceTarget) -> Roofline:
-    """Return the limits of a deployment on a target."""
+    """Return the limits of a deployment, or of one of its stages, on a target."""
     params = deployment.params
     axes = deployment.axis_sizes
     model, ranks = deployment.model.config, deployment.data if deployment.divided.over_ranks else 1
+    head = params.head if deployment.model.draws else None
     experts = [leaf for leaf in _leaves(params.layers) if _is_of_experts(leaf)]
     others = [leaf for leaf in _leaves(params.layers) if not _is_of_experts(leaf)]
     of_layers = functools.partial(_elements, axes=axes, dtype=deployment.dtype, target=target)
@@ -121,9 +157,9 @@ def roofline(deployment: Deployment, target: DeviceTarget) -> Roofline:
         bandwidth=target.memory_bandwidth,
         peak_flops=target.peak_flops.get(deployment.dtype.name),
         # A step reads only a few rows of an embedding that isn't the output head as well.
-        read_bytes=device_bytes((others, params.norm, params.head), axes),
+        read_bytes=device_bytes((others, params.norm, head), axes),
         layer_flops=2 * (of_layers(others) + of_layers(experts) * chosen * ranks),
-        head_flops=2 * of_layers(params.head),
+        head_flops=2 * of_layers(head),
         attention=_attention(deployment),
         expert_bytes=device_bytes(experts, axes),
         chosen_share=chosen,
@@ -141,7 +177,7 @@ def _idle_row_bytes(deployment: Deployment, experts: list[ParamSpec | HeldWeight
     ranks = deployment.data if divided.over_ranks else 1
     quantizes = any(isinstance(leaf, QuantizedWeight) and leaf.scheme.activations is not None for leaf in experts)
     row = model.expert_size * (6 if quantizes else 4) + model.hidden_size * 4
-    pairs = ranks * model.experts_per_token * len(model.mixture_layers)
+    pairs = ranks * model.experts_per_token * len(deployment.model.mixture_layers)
     return pairs * (1 - 1 / divided.expert_parts) * row
 
 
@@ -155,7 +191,7 @@ def _attention(deployment: Deployment) -> tuple[AttentionCost, ...]:
     layer_bytes = {
         (spec.num_kv_heads, spec.head_dim): size / spec.num_layers for spec, size in groups if spec.num_layers
     }
-    layers = Counter((config.windows[i], model.kv_shape(i)) for i in range(config.num_layers))
+    layers = Counter((config.windows[i], model.kv_shape(i)) for i in model.layers)
     return tuple(
         AttentionCost(window, count * layer_bytes[shape], count * 4 * config.num_heads * shape[1] / tensor)
         for (window, shape), count in layers.items()
@@ -168,7 +204,7 @@ def _latent_attention(latent: LatentSizes, deployment: Deployment) -> AttentionC
     chunk, expanded = deployment.sizes.chunked_prefill_size, latent.qk_nope_head_dim + latent.v_head_dim
     start = chunk if expands(deployment.backend, chunk, latent.kv_lora_rank, expanded) else 0
     flops, start_flops = (
-        2 * config.num_layers * config.num_heads / deployment.tensor * products
+        2 * len(deployment.model.layers) * config.num_heads / deployment.tensor * products
         for products in (latent.row + latent.kv_lora_rank, latent.query + latent.v_head_dim)
     )
     return AttentionCost(None, nbytes, flops, start, start_flops)

@@ -192,9 +192,6 @@ def unpack_step(
     token = jnp.arange(shape.tokens, dtype=jnp.int32)
     live = row < fields["num_seqs"]
     num_decoding = fields.get("num_decoding", fields["num_seqs"])
-    lengths = state.seq_lens[row_slots]
-    if seq_lens is not None:
-        lengths = jnp.where(row < num_decoding, seq_lens[row_slots], lengths)
     last_tokens = state.last_tokens if feedback is None else feedback.last_tokens
     drafts = None if state.drafts is None else state.drafts.tokens
     if feedback is not None:
@@ -213,6 +210,9 @@ def unpack_step(
             tokens = last_tokens[row_slots][token_row]
         if not shape.all_drawn:
             tokens = jnp.where(token_row < num_decoding, tokens, fields["tokens"])
+    lengths = state.seq_lens[row_slots]
+    if seq_lens is not None:
+        lengths = jnp.where(row < num_decoding, seq_lens[row_slots], lengths)
     kv_lens = jnp.where(live, lengths + starts[1:] - starts[:-1], 0)
     positions = jnp.where(token < starts[-1], kv_lens[token_row] - starts[token_row + 1] + token, 0)
     ints = state.sampling.ints[row_slots]

@@ -211,6 +211,7 @@ def step(
             counts = counts.at[at, shard_index(tokens.reshape(-1), counts.shape[1])].add(1, mode="drop")
         if shape.max_drafts:
             last = jnp.take_along_axis(tokens, drawn.counts[:, None] - 1, axis=1)[:, 0]
+        loads = _counted(state, out)
         drafts, compared = _propose(state, drawn, inputs, context, shape)
         state = dataclasses.replace(
             state,
@@ -218,13 +219,12 @@ def step(
             last_tokens=state.last_tokens.at[slots].set(last, mode="drop"),
             seq_lens=state.seq_lens.at[inputs.slots].set(drawn.lengths, mode="drop"),
             counts=counts,
-            expert_tokens=_counted(state, out),
+            expert_tokens=loads,
             drafts=drafts,
         )
     num_tokens = jnp.where(inputs.samples, drawn.counts, 0)
     if compared is not None:
         tokens = jnp.concatenate([tokens, compared], axis=1)
-    loads = state.expert_tokens
     if before is not None and before.expert_tokens is not None:
         loads = before.expert_tokens if loads is None else jnp.concatenate([before.expert_tokens, loads])
     feedback = feedback_of(state, context.model)

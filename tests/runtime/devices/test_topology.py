@@ -10,7 +10,7 @@ from jax.experimental import topologies
 
 from jaxserve.errors import ConfigError
 from jaxserve.runtime.devices.target import load_target
-from jaxserve.runtime.devices.topology import target_mesh
+from jaxserve.runtime.devices.topology import target_mesh, target_meshes
 
 
 def _without_environment(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,3 +43,23 @@ def test_a_mesh_of_part_of_a_topology(monkeypatch: pytest.MonkeyPatch) -> None:
     mesh = target_mesh("tpu-v6e", tensor=3)
     assert mesh.devices.tolist() == [[["a", "b", "c"]]]
     assert asked["topology_name"] == "v6e:2x2"
+
+
+@pytest.mark.parametrize(
+    ("stages", "asked", "names"),
+    [(2, "v6e:2x4", ["abcd", "efgh"]), (3, "v6e:2x4", ["abcd", "efgh", "abcd"])],
+)
+def test_stages_share_devices_where_no_topology_has_enough(
+    stages: int, asked: str, names: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments: dict[str, Any] = {}
+
+    def eight(**given: Any) -> Any:
+        arguments.update(given)
+        return SimpleNamespace(devices=[*"abcdefgh"])
+
+    _without_environment("tpu-v6e", monkeypatch)
+    monkeypatch.setattr(topologies, "get_topology_desc", eight)
+    meshes = target_meshes("tpu-v6e", stages, tensor=4)
+    assert ["".join(mesh.devices.flat) for mesh in meshes] == names
+    assert arguments["topology_name"] == asked

@@ -26,6 +26,7 @@ def _fill(platform: str, bundle: Any = None, config: EngineConfig = CONFIG) -> P
         state=specs(CAPACITY),
         program_keys=["update"],
         device=SimpleNamespace(platform=platform),
+        model=SimpleNamespace(stage=None),
         builder=lambda mesh: None,
     )
     phases, weights = PhaseTimer(), SimpleNamespace()

@@ -15,7 +15,7 @@ import pytest
 from jaxserve.config.schema import EngineConfig
 from jaxserve.errors import ConfigError
 from jaxserve.runtime.programs.builder import program_path
-from jaxserve.runtime.programs.bundle import load_bundle, read_manifest, sized_like_bundle, write_manifest
+from jaxserve.runtime.programs.bundle import BundlePart, load_bundle, read_manifest, sized_like_bundle, write_manifest
 from jaxserve.runtime.step.slot_update import UPDATE_KEY
 from tests.runtime.tiny import CAPACITY, builder, open_slots, opening, zero_state
 
@@ -25,7 +25,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A bundle of one program."""
     folder = tmp_path_factory.mktemp("bundle")
     builder().store(builder().compile(UPDATE_KEY), program_path(folder, UPDATE_KEY))
-    write_manifest(folder, EngineConfig(model="tiny", page_size=4), builder(), [UPDATE_KEY])
+    write_manifest(folder, EngineConfig(model="tiny", page_size=4), [BundlePart("", builder(), [UPDATE_KEY])])
     return folder
 
 
@@ -49,14 +49,14 @@ def test_the_manifest_describes_the_bundle(whole: Path) -> None:
 def test_another_patch_release_of_python_loads_it(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     major, minor, patch = platform.python_version_tuple()
     monkeypatch.setattr(platform, "python_version_tuple", lambda: (major, minor, f"{patch}9"))
-    assert load_bundle(whole, read_manifest(whole), builder(), [UPDATE_KEY]) is not None
+    assert load_bundle(whole, read_manifest(whole), BundlePart("", builder(), [UPDATE_KEY])) is not None
     monkeypatch.setattr(platform, "python_version_tuple", lambda: (major, f"{minor}9", patch))
     with pytest.raises(ConfigError, match=rf"python is '{major}\.{minor}' in the bundle and '{major}\.{minor}9' here"):
-        load_bundle(whole, read_manifest(whole), builder(), [UPDATE_KEY])
+        load_bundle(whole, read_manifest(whole), BundlePart("", builder(), [UPDATE_KEY]))
 
 
 def test_the_programs_of_a_bundle_run(whole: Path) -> None:
-    loaded = load_bundle(whole, read_manifest(whole), builder(), [UPDATE_KEY])
+    loaded = load_bundle(whole, read_manifest(whole), BundlePart("", builder(), [UPDATE_KEY]))
     assert loaded is not None
     opened = opening(2, prompt=[1], num_cached_tokens=3)
     state = open_slots(loaded, zero_state(CAPACITY), opened)
@@ -85,7 +85,7 @@ def test_the_error_names_the_facts_that_differ(
 
     folder = _edited(whole, tmp_path, edit)
     with pytest.raises(ConfigError) as refused:
-        load_bundle(folder, read_manifest(folder), builder(), [UPDATE_KEY])
+        load_bundle(folder, read_manifest(folder), BundlePart("", builder(), [UPDATE_KEY]))
     assert why in str(refused.value)
     assert f"jaxserve compile --output {folder}" in str(refused.value)
 
@@ -93,7 +93,7 @@ def test_the_error_names_the_facts_that_differ(
 def test_another_deployment_is_refused(whole: Path) -> None:
     other = builder(msgspec.structs.replace(CAPACITY, decode_buckets=(4,)))
     with pytest.raises(ConfigError, match=r"sizes.decode_buckets is \[2, 4\] in the bundle and \[4\] here"):
-        load_bundle(whole, read_manifest(whole), other, [UPDATE_KEY])
+        load_bundle(whole, read_manifest(whole), BundlePart("", other, [UPDATE_KEY]))
 
 
 @pytest.mark.parametrize("damage", ["missing", "garbage"])
@@ -104,7 +104,7 @@ def test_an_unreadable_program_is_refused(damage: str, whole: Path, tmp_path: Pa
     else:
         program_path(folder, UPDATE_KEY).write_bytes(b"x" * 100)
     with pytest.raises(ConfigError, match=r"update\.xla can't be loaded"):
-        load_bundle(folder, read_manifest(folder), builder(), [UPDATE_KEY])
+        load_bundle(folder, read_manifest(folder), BundlePart("", builder(), [UPDATE_KEY]))
 
 
 def test_a_folder_that_is_no_bundle_is_refused(tmp_path: Path, whole: Path) -> None:
@@ -132,12 +132,12 @@ def _as_for_target(manifest: dict[str, Any]) -> None:
 
 def test_a_bundle_for_a_target_may_name_platform_and_compiler_differently(whole: Path, tmp_path: Path) -> None:
     folder = _edited(whole, tmp_path, _as_for_target)
-    loaded = load_bundle(folder, read_manifest(folder), builder(), [UPDATE_KEY])
+    loaded = load_bundle(folder, read_manifest(folder), BundlePart("", builder(), [UPDATE_KEY]))
     assert loaded is not None
     assert list(loaded) == [UPDATE_KEY]
     other = builder(msgspec.structs.replace(CAPACITY, decode_buckets=(4,)))
     with pytest.raises(ConfigError, match=r"sizes.decode_buckets is .* --target nvidia-h200`"):
-        load_bundle(folder, read_manifest(folder), other, [UPDATE_KEY])
+        load_bundle(folder, read_manifest(folder), BundlePart("", other, [UPDATE_KEY]))
 
 
 def test_a_program_for_a_target_that_does_not_load_is_a_warning(
@@ -145,5 +145,30 @@ def test_a_program_for_a_target_that_does_not_load_is_a_warning(
 ) -> None:
     folder = _edited(whole, tmp_path, _as_for_target)
     program_path(folder, UPDATE_KEY).write_bytes(b"x" * 100)
-    assert load_bundle(folder, read_manifest(folder), builder(), [UPDATE_KEY]) is None
+    assert load_bundle(folder, read_manifest(folder), BundlePart("", builder(), [UPDATE_KEY])) is None
     assert "compiling all programs on this device instead" in caplog.text
+
+
+def test_parts_have_folders_of_their_own_and_their_own_facts(tmp_path: Path) -> None:
+    other = builder(msgspec.structs.replace(CAPACITY, decode_buckets=(4,)))
+    parts = [BundlePart("stage-0", builder(), [UPDATE_KEY]), BundlePart("stage-1", other, [UPDATE_KEY])]
+    for part in parts:
+        part.builder.store(builder().compile(UPDATE_KEY), program_path(tmp_path / part.name, UPDATE_KEY))
+    write_manifest(tmp_path, EngineConfig(model="tiny", pp_size=2), parts)
+    manifest = read_manifest(tmp_path)
+    assert manifest.programs == ["stage-0/update", "stage-1/update"]
+    for part in parts:
+        assert list(load_bundle(tmp_path, manifest, part) or ()) == [UPDATE_KEY]
+    with pytest.raises(
+        ConfigError, match=r"stage-1 was made .* sizes.decode_buckets is \[4\] in the bundle and \[2, 4\]"
+    ):
+        load_bundle(tmp_path, manifest, BundlePart("stage-1", builder(), [UPDATE_KEY]))
+    program_path(tmp_path / "stage-1", UPDATE_KEY).unlink()
+    with pytest.raises(ConfigError, match=r"stage-1/update\.xla can't be loaded"):
+        load_bundle(tmp_path, manifest, parts[1])
+
+
+def test_a_bundle_of_another_number_of_stages_is_refused(whole: Path) -> None:
+    config = EngineConfig(pp_size=2, programs=str(whole))
+    with pytest.raises(ConfigError, match=r"was made for pp_size=1, and pp_size is 2: set --pp-size 1, or make it"):
+        sized_like_bundle(config, read_manifest(whole))

@@ -11,7 +11,7 @@ import pytest
 from jaxserve.config.schema import EngineConfig
 from jaxserve.errors import ConfigError
 from jaxserve.runtime.programs.builder import program_path
-from jaxserve.runtime.programs.bundle import load_bundle, read_manifest, write_manifest
+from jaxserve.runtime.programs.bundle import BundlePart, load_bundle, read_manifest, write_manifest
 from jaxserve.runtime.programs.own_files import UntrustedFileError, check_owner, read_trusted, write_private
 from jaxserve.runtime.programs.program_cache import build_programs
 from jaxserve.runtime.step.slot_update import UPDATE_KEY
@@ -62,9 +62,9 @@ def test_a_file_that_others_may_write_is_not_read(tmp_path: Path, spoil: Spoil) 
 def test_a_bundle_that_others_may_write_is_refused(part: str, tmp_path: Path, spoil: Spoil) -> None:
     folder = tmp_path / "bundle"
     builder().store(builder().compile(UPDATE_KEY), program_path(folder, UPDATE_KEY))
-    write_manifest(folder, EngineConfig(model="tiny"), builder(), [UPDATE_KEY])
+    write_manifest(folder, EngineConfig(model="tiny"), [BundlePart("", builder(), [UPDATE_KEY])])
     manifest = read_manifest(folder)
-    load_bundle(folder, manifest, builder(), [UPDATE_KEY])
+    load_bundle(folder, manifest, BundlePart("", builder(), [UPDATE_KEY]))
     if part == "folder":
         spoil(folder)
         with pytest.raises(ConfigError, match=r"programs=.*bundle: .*programs are code"):
@@ -72,7 +72,7 @@ def test_a_bundle_that_others_may_write_is_refused(part: str, tmp_path: Path, sp
     else:
         spoil(program_path(folder, UPDATE_KEY))
         with pytest.raises(ConfigError, match=r"programs=.*update\.xla .*programs are code"):
-            load_bundle(folder, manifest, builder(), [UPDATE_KEY])
+            load_bundle(folder, manifest, BundlePart("", builder(), [UPDATE_KEY]))
 
 
 def test_kept_programs_that_others_may_write_are_compiled_again(

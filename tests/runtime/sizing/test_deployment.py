@@ -17,7 +17,7 @@ from jaxserve.models.registry import abstract_params, parse_model_config
 from jaxserve.quant import GGUF_TYPES, held_weights
 from jaxserve.runtime.devices.device import DeviceFacts, facts_of_target
 from jaxserve.runtime.devices.mesh import device_bytes, make_mesh
-from jaxserve.runtime.programs.bundle import read_manifest, sized_like_bundle, write_manifest
+from jaxserve.runtime.programs.bundle import BundlePart, read_manifest, sized_like_bundle, write_manifest
 from jaxserve.runtime.programs.table import step_keys
 from jaxserve.runtime.sizing.deployment import Deployment, deploy, read_stored
 from jaxserve.runtime.sizing.temp_memory import TempMemory, with_temp_memory
@@ -184,7 +184,7 @@ def test_the_tokens_of_whole_sequences_decide_the_other_pools_on_any_memory() ->
 def test_a_bundle_has_the_pools_of_all_groups(tmp_path: Path) -> None:
     config = EngineConfig()
     sized = deploy(config, GEMMA, DeviceFacts(H200, 2**30))
-    write_manifest(tmp_path, config, sized.builder(mesh()), [])
+    write_manifest(tmp_path, config, [BundlePart("", sized.builder(mesh()), [])])
     manifest = read_manifest(tmp_path)
     [group] = manifest.facts["sizes"]["window_groups"]
     assert group["num_pages"] == sized.capacity.pages_by_group[1]

@@ -44,9 +44,8 @@ def test_memory_bounds_the_pool_only_if_more_of_it_would_be_used() -> None:
 def _plan_groups(config: EngineConfig | None = None, *, whole: int = 1000, **options: Any) -> PoolPlan:
     """Plan the pools of a group of whole sequences and of one with a window of 1,024 tokens and 5,000 bytes a token."""
     footprint = dataclasses.replace(FOOTPRINT, kv_per_token=(whole, 5000))
-    return _plan(
-        config or EngineConfig(), footprint, **{"windows": (None, 1024), "chunk": 2048, "max_running": 10**6} | options
-    )
+    given = {"windows": (None, 1024), "chunk": 2048, "max_running": 10**6, "whole_sequences": whole > 0} | options
+    return _plan(config or EngineConfig(), footprint, **given)
 
 
 def test_the_pools_of_all_groups_fill_the_memory_and_follow_from_the_first_one() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import msgspec
@@ -60,7 +61,8 @@ def test_an_fp8_cache_is_suggested_only_if_a_kernel_supports_it() -> None:
 )
 def test_more_stages_are_suggested_if_there_are_devices(devices: int, sizes: dict[str, int], named: list[str]) -> None:
     config = EngineConfig(**sizes)  # type: ignore[arg-type]
-    assert find_fixes(config, model(), _facts(100, devices), lambda made: made.config.pp_size == 3) == named
+    three = dataclasses.replace(model(), num_layers=3, windows=(None,) * 3)
+    assert find_fixes(config, three, _facts(100, devices), lambda made: made.config.pp_size == 3) == named
 
 
 def test_stages_leave_fewer_devices_for_more_shards() -> None:

@@ -46,7 +46,7 @@ def test_the_pool_takes_the_memory_that_programs_leave_and_the_figure_is_kept(
     monkeypatch.setattr(temp_memory, "measure_temp_memory", lambda *args: asked.append(1) or compile_for_it(*args))
     estimated = _deploy(BOUND)
     assert estimated.sizes.memory_bound
-    made = size_pool_by_compiler(estimated, mesh(), tmp_path)
+    made = size_pool_by_compiler(estimated, {0: mesh()}, tmp_path)
     footprint = made.sizes.footprint
     [kept] = tmp_path.rglob("working-memory.json")
     figure = msgspec.json.decode(kept.read_bytes(), type=TempMemory)
@@ -59,7 +59,7 @@ def test_the_pool_takes_the_memory_that_programs_leave_and_the_figure_is_kept(
     left = int(BOUND * DEFAULT_MEM_FRACTION) - footprint.non_pool - _pool_bytes(made)
     assert 0 <= left < made.capacity.page_size * footprint.kv_per_token[0]
 
-    assert size_pool_by_compiler(_deploy(BOUND), mesh(), tmp_path) == made
+    assert size_pool_by_compiler(_deploy(BOUND), {0: mesh()}, tmp_path) == made
     assert len(asked) == 1
 
 
@@ -77,10 +77,10 @@ def test_programs_that_draw_count_and_have_one_row_on_a_cpu_only(target: str, dr
 
 def test_an_unreadable_figure_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(temp_memory, "measure_temp_memory", lambda *_: TempMemory(1000, "mixed-64"))
-    first = size_pool_by_compiler(_deploy(BOUND), mesh(), tmp_path)
+    first = size_pool_by_compiler(_deploy(BOUND), {0: mesh()}, tmp_path)
     [kept] = tmp_path.rglob("working-memory.json")
     kept.write_text("{")
-    assert size_pool_by_compiler(_deploy(BOUND), mesh(), tmp_path) == first
+    assert size_pool_by_compiler(_deploy(BOUND), {0: mesh()}, tmp_path) == first
     assert kept.read_text() != "{"
 
 
@@ -88,7 +88,7 @@ def test_nothing_is_compiled_unless_memory_bounds_the_pool(monkeypatch: pytest.M
     monkeypatch.delattr(temp_memory, "measure_temp_memory")
     for made in (_deploy(PLENTY), _deploy(BOUND, msgspec.structs.replace(CONFIG, max_total_tokens=1024))):
         assert not made.sizes.memory_bound
-        assert size_pool_by_compiler(made, mesh(), None) is made
+        assert size_pool_by_compiler(made, {0: mesh()}, None) is made
 
 
 def test_programs_that_leave_no_memory_are_refused() -> None:
