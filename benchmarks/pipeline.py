@@ -121,9 +121,8 @@ class PacedStage:
 class PacedTransfer:
     """A transfer between the devices of two stages, which both wait for each other."""
 
-    fields = {FEEDBACK_KEY: ("feedback",)}
-
     def __init__(self, source: PacedStage, target: PacedStage) -> None:
+        self.fields = {FEEDBACK_KEY: ("feedback",)}
         self._devices = source, target
 
     def send(self, key: ProgramKey, sent: Any) -> Any:

@@ -87,11 +87,17 @@ def test_tokens_are_those_of_one_device(shape: str, served: dict[str, Any]) -> N
     found = served[shape]
     alone = _alone(shape)
     assert found["tokens"] == served[alone]["tokens"]
-    assert min(found["aborted"], found["hits"], found["loaded"]) > 0, "a case never occurred"
-    assert found["preempted"] > 0
+    _check_cases(shape, found)
     if shape.endswith("draft"):
         assert found["accepted"] == found["drafted"] > 100, "the model drafts for itself, so it is always right"
     assert found["compiles"] == 0 or shape == alone, "only the naive recompute of a model's first shape may compile"
+
+
+def _check_cases(shape: str, found: dict[str, Any]) -> None:
+    """Check that all that may happen did; in a shape with stages, that the cache was short at least once."""
+    short = found["loaded"], found["preempted"]
+    enough = max(short) if sizes_of(shape)[3] > 1 else min(short)
+    assert min(found["aborted"], found["hits"], enough) > 0, "a case never occurred"
 
 
 def _run(model: Path, shape: str, nnodes: int) -> dict[str, Any]:
@@ -126,4 +132,4 @@ def test_processes_give_the_tokens_of_one_device(
     write_model(tmp_path, MODELS[kind])
     found = _run(tmp_path, shape, nnodes)
     assert found["tokens"] == served[_alone(shape)]["tokens"]
-    assert min(found["aborted"], found["hits"], found["loaded"], found["preempted"]) > 0, "a case never occurred"
+    _check_cases(shape, found)
