@@ -222,8 +222,8 @@ def measure(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--pace", type=float, default=5.0, help="milliseconds of a stage for a step")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--pace", type=float, default=20.0, help="milliseconds of a stage for a step")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     logging.getLogger("jaxserve").setLevel(logging.ERROR)
