@@ -73,7 +73,7 @@ MODELS = {
 RAGGED: dict[str, Any] = {"all2all_backend": "ragged_all_to_all", "enable_dp_attention": True}
 TWO_POOLS: dict[str, Any] = {"swa_full_tokens_ratio": 0.5}
 TIGHT: dict[str, Any] = {"max_total_tokens": 64, "schedule_conservativeness": 0.0}
-"""Requests take turns on stages, and so grow more slowly together."""
+"""For stages: requests take turns on them, so fewer grow at a time."""
 FEW_ROWS: dict[str, Any] = {"max_running_requests": 2, "cuda_graph_bs": (2,)}
 """Each power of two of rows has its own program that makes drafts."""
 MORE: dict[str, dict[str, Any]] = {
@@ -105,7 +105,7 @@ def settings(model: str, shape: str, **more: Any) -> EngineConfig:
     and p with the pipeline stages."""
     data, tensor, parts, stages = sizes_of(shape)
     more |= {"ep_size": parts} if parts else {}
-    more |= {"pp_size": stages} | (TIGHT if stages > 1 else {})
+    more |= {"pp_size": stages} | (TIGHT if stages > 1 and "max_running_requests" not in more else {})
     if more.get("speculative_method") == "draft":
         more["speculative_model"] = model
     tensor *= data if more.get("enable_dp_attention") else 1

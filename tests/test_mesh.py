@@ -94,10 +94,10 @@ def test_tokens_are_those_of_one_device(shape: str, served: dict[str, Any]) -> N
 
 
 def _check_cases(shape: str, found: dict[str, Any]) -> None:
-    """Check that all that may happen did; in a shape with stages, that the cache was short at least once."""
-    short = found["loaded"], found["preempted"]
-    enough = max(short) if sizes_of(shape)[3] > 1 else min(short)
-    assert min(found["aborted"], found["hits"], enough) > 0, "a case never occurred"
+    """Check that all that may happen did; in a shape with stages, where requests take turns, some of it is enough."""
+    caching = found["hits"], found["loaded"], found["preempted"]
+    enough = max(caching) if sizes_of(shape)[3] > 1 else min(caching)
+    assert min(found["aborted"], enough) > 0, "a case never occurred"
 
 
 def _run(model: Path, shape: str, nnodes: int) -> dict[str, Any]:

@@ -28,7 +28,7 @@ def test_a_stage_that_computes_longer_should_have_fewer_layers() -> None:
     advice = only(watched(UNEVEN), Settings("lpm", 1.0, layer_partition="memory"))
     assert advice.rule == "uneven stages"
     assert advice.figure == (
-        "stage 1 of 0 to 2 computed 1.30 times as long as the average one; the stages were busy 67%/100%/63% of the "
+        "of stages 0 to 2, stage 1 computed 1.30 times as long as the average one; the stages were busy 67%/100%/63% of the "
         "time"
     )
     assert advice.what_to_do.startswith(
