@@ -29,8 +29,8 @@ def uneven_stages(samples: Sequence[Sample], settings: Settings) -> TuningAdvice
     now = f" (it is {settings.layer_partition})" if settings.layer_partition else ""
     return TuningAdvice(
         "uneven stages",
-        f"of stages 0 to {len(times) - 1}, stage {longest} computed {1 / share:.2f} times as long as the average one; the "
-        f"stages were busy {busy_text(times)} of the time",
+        f"of stages 0 to {len(times) - 1}, stage {longest} computed {1 / share:.2f} times as long as the average; they "
+        f"were busy {busy_text(times)} of the time",
         f"Set --pp-layer-partition{now} to the number of layers of each stage: about {share:.0%} of its present ones "
         f"for stage {longest}, and the rest for the others if their memory allows it.",
     )

@@ -91,7 +91,7 @@ def test_advice_is_shown_with_its_figure() -> None:
 def test_an_uneven_split_into_stages_is_told() -> None:
     server = Scripted(*stages(lambda index: {"stages": (StageTimes(index), StageTimes(0.5 * index, 0.5 * index))}))
     flat = " ".join(doctor.report(*server.watch(10.0)).split())
-    assert "UNEVEN STAGES: stage 0 of 0 to 1 computed 1.33 times as long" in flat
+    assert "UNEVEN STAGES: of stages 0 to 1, stage 0 computed 1.33 times as long" in flat
     assert "busy 100%/50% of the time" in flat
 
 

@@ -28,8 +28,7 @@ def test_a_stage_that_computes_longer_should_have_fewer_layers() -> None:
     advice = only(watched(UNEVEN), Settings("lpm", 1.0, layer_partition="memory"))
     assert advice.rule == "uneven stages"
     assert advice.figure == (
-        "of stages 0 to 2, stage 1 computed 1.30 times as long as the average one; the stages were busy 67%/100%/63% of the "
-        "time"
+        "of stages 0 to 2, stage 1 computed 1.30 times as long as the average; they were busy 67%/100%/63% of the time"
     )
     assert advice.what_to_do.startswith(
         "Set --pp-layer-partition (it is memory) to the number of layers of each stage: about 77% of its present ones "

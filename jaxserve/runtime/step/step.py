@@ -305,8 +305,6 @@ def sample_rows(
     """Draw a token for each of the rows, of which the first `live` are needed, in groups of at most
     `context.sample_rows`; `logits_of` takes hidden states and how many of the first rows need logits (None: all).
     """
-    counts = state.counts
-    assert counts is not None
     rows = rows._replace(slots=jnp.minimum(rows.slots, state.seq_lens.shape[0] - 1))
 
     def draw(given: tuple[Array, DrawnRows], num_rows: Array | None) -> tuple[Array, Logprobs | None]:
@@ -314,7 +312,8 @@ def sample_rows(
         logits = mask_padding(logits_of(states, num_rows), context.model.config.vocab_size, num_rows)
         if greedy:
             return sampling.greedy(logits), None
-        return sampling.sample(logits, state.sampling, counts, own, context.backend.target, num_rows)
+        assert state.counts is not None
+        return sampling.sample(logits, state.sampling, state.counts, own, context.backend.target, num_rows)
 
     if context.sample_rows is None:
         return draw((hidden, rows), None)
