@@ -116,8 +116,7 @@ def build_engine(config: EngineConfig, nodes: ProcessGroup | None = None) -> tup
         logger.info("running each of the %d programs without requests, before the first one comes", len(keys))
         with parts.phases("warm_up"), naming_the_bundle(config):
             executor.warm_up(keys)
-    every = {(stage, key): program for stage, own in parts.programs.items() for key, program in own.items()}
-    profiling = Profiling(JaxProfiler(timeline, every), config.profile_dir)
+    profiling = Profiling(JaxProfiler(timeline, tuple(parts.programs.values())), config.profile_dir)
     speculation = _speculation(parts.deployment)
     loop = _make_loop(config, parts.deployment.sizes, executor, parts.num_host_pages, timeline, profiling, speculation)
     return loop, msgspec.structs.replace(parts.info, startup_seconds=parts.phases.seconds)
@@ -305,10 +304,11 @@ def _agree_on_deployment(deployment: Deployment, meshes: Sequence[Mesh], nodes: 
     if tokens < capacity.num_pages * capacity.page_size:
         config = msgspec.structs.replace(deployment.config, max_total_tokens=tokens)
         deployment = deploy(config, deployment.model.config, deployment.device, stored=deployment.stored)
-    facts = {
-        f"stage {number}": {name: value for name, value in own.items() if name not in _PER_PROCESS_FACTS}
-        for number, own in enumerate(part.builder(mesh).facts() for part, mesh in zip(deployment.parts, meshes))
-    }
+    by_stage = [
+        {name: value for name, value in part.builder(mesh).facts().items() if name not in _PER_PROCESS_FACTS}
+        for part, mesh in zip(deployment.parts, meshes)
+    ]
+    facts = {f"stage {number}": own for number, own in enumerate(by_stage)} if deployment.stages else by_stage[0]
 
     def check(everywhere: list[dict[str, Any]]) -> None:
         for rank, theirs in enumerate(everywhere):

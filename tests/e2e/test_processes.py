@@ -224,9 +224,12 @@ def test_a_follower_that_is_told_to_end_ends_all(model: str, monkeypatch: pytest
         assert re.search(r"node rank 1 \(.*\) has ended: it was asked to stop", made.log(0))
 
 
-def test_a_connection_that_is_cut_without_a_word_ends_both(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("mesh", grid([MESH, STAGES], lambda mesh: mesh is MESH), ids=str)
+def test_a_connection_that_is_cut_without_a_word_ends_both(
+    mesh: list[str], model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     relay = Relay()
-    with service(model, monkeypatch, relay=relay) as made:
+    with service(model, monkeypatch, relay=relay, mesh=mesh) as made:
         with _open_streams(made.url, 1) as [events]:
             relay.cut()
         assert "error" in events[-1]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ _NOT_A_SCOPE = re.compile(r".*[(),].*|while|body|cond|shard_map|closed_call|eval
 class JaxProfiler:
     """Records the devices and, through `timeline`, the engine's thread, while the engine runs `programs`."""
 
-    def __init__(self, timeline: Timeline, programs: Mapping[Any, Callable[..., Any]]) -> None:
+    def __init__(self, timeline: Timeline, programs: Sequence[Mapping[Any, Callable[..., Any]]]) -> None:
         self._timeline = timeline
         self._programs = programs
         self._folder = Path()
@@ -47,7 +47,8 @@ class JaxProfiler:
         """Stop recording and write the files. Other threads keep running."""
         self._timeline.unwatch()
         jax.profiler.stop_trace()
-        scopes = dict(map(scopes_of, (program.as_text() for program in self._programs.values())))  # type: ignore[attr-defined]
+        programs = (program for programs in self._programs for program in programs.values())
+        scopes = dict(map(scopes_of, (program.as_text() for program in programs)))  # type: ignore[attr-defined]
         (self._folder / SCOPES).write_bytes(gzip.compress(json.dumps(scopes).encode(), 1))
 
 

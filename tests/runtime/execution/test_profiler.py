@@ -35,7 +35,7 @@ def test_scopes_are_only_our_own() -> None:
 
 def test_a_profile_has_the_spans_of_the_engine_and_the_scopes_of_programs(tmp_path: Path) -> None:
     timeline, program = Timeline(), _program()
-    profiler = JaxProfiler(timeline, {"decode-2": program})
+    profiler = JaxProfiler(timeline, [{"decode-2": program}])
     folder = profiler.start(tmp_path, "mine", with_stack=False)
     with timeline.span("plan"):
         jax.block_until_ready(program(jnp.ones((8, 8))))
