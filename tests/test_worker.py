@@ -19,6 +19,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.runtime.devices.device import DeviceFacts
 from jaxserve.runtime.execution import deployment_log, startup
 from jaxserve.runtime.programs.builder import ProgramBuilder
+from jaxserve.runtime.programs.program_set import ProgramSet
 from jaxserve.runtime.sizing.deployment import deploy, read_model, read_stored
 from pallas_kernels.paged_attention import KernelTarget
 from tests.tiny_model import SETTINGS
@@ -40,8 +41,12 @@ def settings(model: Path, **changes: Any) -> EngineConfig:
 
 
 def started(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> tuple[EngineInfo, int]:
-    """Build an engine; return its description and the real size of its parameters in bytes."""
+    """Build an engine; return its description and the real size of its parameters in bytes.
+
+    Iterating over its programs would wait for those that are loaded while a server already serves.
+    """
     held = []
+    monkeypatch.setattr(ProgramSet, "__iter__", lambda self: pytest.fail("it waits for all programs"))
     load = startup._load
     monkeypatch.setattr(startup, "_load", lambda *args: held.append(load(*args)) or held[-1])
     _, info = worker.build_engine(config)
