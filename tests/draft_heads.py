@@ -138,10 +138,10 @@ class WatchedDrafts:
         self.made: list[tuple[str, tuple[int, ...], list[int]]] = []
         executor = loop._executor
         self._commands = executor._commands  # type: ignore[attr-defined]
-        self._dispatch, self._run = executor.dispatch, self._commands.run
+        self._dispatch, self._run = executor.dispatch, self._commands.call
         self._plan: StepPlan | None = None
         executor.dispatch = self._remember  # type: ignore[method-assign]
-        self._commands.run = self._watch
+        self._commands.call = self._watch
 
     def _remember(self, plan: StepPlan) -> object:
         self._plan = plan

@@ -50,9 +50,9 @@ class ForcedDrafts:
         self._plan: StepPlan | None = None
         executor = loop._executor
         self._commands = executor._commands  # type: ignore[attr-defined]
-        self._dispatch, self._run = executor.dispatch, self._commands.run
+        self._dispatch, self._run = executor.dispatch, self._commands.call
         executor.dispatch = self._remember  # type: ignore[method-assign]
-        self._commands.run = self._force
+        self._commands.call = self._force
         draft_any_lengths(loop, rng)
 
     def _remember(self, plan: StepPlan) -> object:

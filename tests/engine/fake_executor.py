@@ -151,7 +151,7 @@ class FakeExecutor:
     def __init__(self, capacity: Capacity, *, overlap: bool = True) -> None:
         self.capacity = capacity
         self._most_in_flight = 2 if overlap else 1
-        self._num_collected = 0
+        self._num_dispatched = self._num_collected = 0
         self.compiles_after_ready = 0
         self.plans: list[StepPlan] = []
         self._random = random.Random(0)
@@ -165,7 +165,7 @@ class FakeExecutor:
     @property
     def num_in_flight(self) -> int:
         """The number of steps that were dispatched and not collected."""
-        return len(self.plans) - self._num_collected
+        return self._num_dispatched - self._num_collected
 
     def stage_times(self) -> tuple[StageTimes, ...]:
         return ()
@@ -176,6 +176,7 @@ class FakeExecutor:
     def dispatch(self, plan: StepPlan) -> object:
         self._check_sizes(plan)
         self.plans.append(plan)
+        self._num_dispatched += 1
         for group, rank, page, host_slot in plan.saves:
             self._host[group, rank, host_slot] = list(self._pools[rank][group][page])
         for group, rank, host_slot, page in plan.loads:
@@ -228,7 +229,7 @@ class FakeExecutor:
         The first stage waits until the last one has drawn the tokens that a step needs; those of the step as many steps
         before as there are stages are there.
         """
-        number = len(self.plans) - 1
+        number = self._num_dispatched - 1
         decodes = [*plan.chunks[: plan.num_decodes], *plan.draws]
         awaited = [self._slots[decode.rank, decode.slot].steps[-1] for decode in decodes]
         prompts = plan.chunks[plan.num_decodes + plan.num_forced :]
