@@ -85,11 +85,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     pp_layer_partition: Annotated[
         str,
         Meta(
-            description="how layers are divided among stages; memory: so that the largest weights of a stage are as "
-            "small as possible; layers: as many for each stage; or the number of layers of each stage, such as "
-            "20,22,22,16"
+            description="how layers are divided among stages; layers: as many for each stage; memory: so that the "
+            "stage with most weights has as few as possible; or the layers of each stage, such as 20,22,22,16"
         ),
-    ] = "memory"
+    ] = "layers"
     dp_mode: Annotated[
         Literal["auto", "mesh", "replicas"],
         Meta(

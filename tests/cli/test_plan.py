@@ -171,7 +171,7 @@ def test_each_stage_has_its_own_layers_devices_and_memory(llama: str, capsys: py
     assert "on 6 x nvidia-h200, 3 stages x tensor parallel 2" in lines[0]
     start = next(number for number, line in enumerate(lines) if line.startswith("stage"))
     held = [line.split()[:3] for line in lines[start + 1 : start + 4]]
-    assert held == [["0", "0-9", "0-1"], ["1", "10-21", "2-3"], ["2", "22-31", "4-5"]]
+    assert held == [["0", "0-10", "0-1"], ["1", "11-21", "2-3"], ["2", "22-31", "4-5"]]
     assert any("through all stages it takes at best" in line for line in lines)
 
 

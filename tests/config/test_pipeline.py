@@ -23,8 +23,8 @@ def test_layers_are_divided_by_memory_evenly_or_as_listed(stages: int, text: str
     assert layer_partition(EngineConfig(pp_size=stages, pp_layer_partition=text)) == partition
 
 
-def test_layers_are_divided_by_memory_unless_the_setting_says_otherwise() -> None:
-    assert layer_partition(EngineConfig(pp_size=2)) == "memory"
+def test_stages_have_as_many_layers_unless_the_setting_says_otherwise() -> None:
+    assert layer_partition(EngineConfig(pp_size=2)) == "layers"
 
 
 @pytest.mark.parametrize("text", ["", "even", "Memory", "0,8", "8,-1", "8,,8", "8,8,", "8;8", "8.0,8", "٣,٤", "1" * 9])

@@ -90,9 +90,9 @@ def _check(config: EngineConfig, model: AnyModel) -> None:
 
 
 def _evenly(layers: int, count: int) -> list[int]:
-    """Return as many layers for each stage; the first and the last one get the fewest, as they have more to do."""
+    """Return as many layers for each stage; the last one gets the fewest, as it has the head, then the first one."""
     each, left = divmod(layers, count)
     sizes = [each] * count
-    for stage in sorted(range(count), key=lambda stage: (stage in (0, count - 1), stage == 0))[:left]:
+    for stage in sorted(range(count), key=lambda stage: (stage == count - 1, stage == 0))[:left]:
         sizes[stage] += 1
     return sizes

@@ -37,7 +37,7 @@ NEEDS = {
 
 VALUES = {
     "dist_init_addr": "host:5000",
-    "pp_layer_partition": "layers",
+    "pp_layer_partition": "memory",
     "prompt_lookup_max": "5",
     "prompt_lookup_min": "3",
     "kv_events_config": '{"publisher": "zmq"}',

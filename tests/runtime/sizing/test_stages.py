@@ -44,7 +44,7 @@ def _deploy(memory: int = 2**34, **settings: Any) -> Deployment:
 def test_layers_are_divided_evenly_or_as_asked() -> None:
     assert _sizes(8, 4, "layers") == [2, 2, 2, 2]
     assert _sizes(10, 4, "layers") == [2, 3, 3, 2]
-    assert _sizes(11, 4, "layers") == [2, 3, 3, 3]
+    assert _sizes(11, 4, "layers") == [3, 3, 3, 2]
     assert _sizes(8, 3, "1,5,2") == [1, 5, 2]
 
 
