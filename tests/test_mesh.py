@@ -42,7 +42,7 @@ SHAPES += ["2x2-ngram", "1x2-draft", "2x2-draft"]
 SHAPES += ["1x1p2", "1x2p2", "2x2p2", "1x1-deep", "1x1p4-deep", "1x2p4-deep", "2x1p4-deep", "1x1p2-uneven"]
 SHAPES += ["1x1p2-groups", "1x1p3-groups", "2x1p2-windows", "1x2e2p2-mixture", "2x2e4p2-ragged", "1x2p2-groups-mixture"]
 SHAPES += ["1x1p2-latent", "2x1e2p2-latent-ragged", "1x1p2-ngram", "2x1p2-ngram", "1x2p2-draft", "2x2p2-draft"]
-SHAPES += ["1x2p2-latent-mtp"]
+SHAPES += ["1x1-latent-mtp", "1x2p2-latent-mtp"]
 # Programs this small take longer to compile than to run.
 FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
 
@@ -61,7 +61,7 @@ CASES += [("2x2e4p2-ragged", 2)]
 def _alone(shape: str) -> str:
     """Return the shape of one device that has the same model."""
     if "latent" in shape:
-        return "1x1-latent"
+        return "1x1-latent-mtp" if shape.endswith("mtp") else "1x1-latent"
     alone = re.sub("-(ngram|draft)$", "", re.sub("^[^-]*", "1x1", shape))
     return alone.replace("ragged", "mixture").replace("uneven", "deep")
 
@@ -89,7 +89,7 @@ def test_tokens_are_those_of_one_device(shape: str, served: dict[str, Any]) -> N
     assert found["tokens"] == served[alone]["tokens"]
     _check_cases(shape, found)
     if shape.endswith("draft"):
-        assert found["accepted"] == found["drafted"] > 100, "the model drafts for itself, so it is always right"
+        assert found["accepted"] == found["drafted"] > 50, "the model drafts for itself, so it is always right"
     assert found["compiles"] == 0 or shape == alone, "only the naive recompute of a model's first shape may compile"
 
 
