@@ -160,8 +160,10 @@ class CountingExecutor(DeviceExecutor):
 def measure(
     name: str, paces_ms: Sequence[float], requests: int, steps: int, *, every: int = 0, divided: bool = True
 ) -> dict[str, object]:
-    """Return the figures of `steps` steps in which `requests` requests decode. With `every`, after each so many steps
-    a prompt arrives, whose request ends with its first token."""
+    """Return the figures of `steps` steps while `requests` requests decode.
+
+    If `every` isn't 0, a prompt arrives once in `every` steps; its request ends with its first token.
+    """
     capacity = capacity_of(requests + 8, (requests + 8) * (PROMPT + 4 * steps))
     capacity = msgspec.structs.replace(capacity, num_stages=len(paces_ms))
     scheduler = Scheduler(

@@ -372,7 +372,7 @@ class ProfileInfo(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StageTimes(msgspec.Struct, frozen=True, array_like=True):
-    """How many seconds a pipeline stage has computed, and waited for its next step while any was in flight."""
+    """How many seconds a pipeline stage has computed, and waited for the input of steps that were planned."""
 
     compute_seconds: float = 0.0
     wait_seconds: float = 0.0

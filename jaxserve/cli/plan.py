@@ -190,8 +190,8 @@ def _step_line(plan: CapacityReport) -> str:
         if batch <= plan.max_requests(context)
     )
     return (
-        "a decode step has one part of the batch of as many as there are stages; through all stages it takes at best, "
-        f"with requests of {context:,} tokens in the batch: {', '.join(steps)}"
+        f"a decode step computes 1 of {plan.deployment.divided.stages} parts of the batch; through all stages it takes "
+        f"at best, by the size of the batch, with requests of {context:,} tokens: {', '.join(steps)}"
     )
 
 

@@ -246,7 +246,7 @@ class EngineCollector:
         text = "Seconds that a pipeline stage computed"
         yield self._family(CounterMetricFamily, "stage_compute_seconds", text, computed, "stage")
         waited: ValuesByLabels = {(str(stage),): times.wait_seconds for stage, times in enumerate(stages)}
-        text = "Seconds that a pipeline stage waited for its next step while any step was in flight"
+        text = "Seconds that a pipeline stage waited for the input of steps that were planned"
         yield self._family(CounterMetricFamily, "stage_wait_seconds", text, waited, "stage")
 
     def _step_tokens(self, s: EngineStats) -> Family:

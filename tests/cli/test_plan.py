@@ -172,7 +172,7 @@ def test_each_stage_has_its_own_layers_devices_and_memory(llama: str, capsys: py
     start = next(number for number, line in enumerate(lines) if line.startswith("stage"))
     held = [line.split()[:3] for line in lines[start + 1 : start + 4]]
     assert held == [["0", "0-10", "0-1"], ["1", "11-21", "2-3"], ["2", "22-31", "4-5"]]
-    assert any("through all stages it takes at best" in line for line in lines)
+    assert any("1 of 3 parts of the batch; through all stages it takes at best" in line for line in lines)
 
 
 def test_a_model_that_does_not_fit_is_told_how_many_stages_help(llama: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Divides the decoding requests of all ranks among micro-batches, as many as there are pipeline stages.
+"""Divides the decoding requests of all ranks among micro-batches: one for each pipeline stage.
 
 A step decodes one micro-batch. Its decodes need tokens that the last stage draws at the end of their step before, so
 with as many micro-batches as stages, planned in turn, no stage waits. All ranks step together: a step decodes the same
@@ -53,7 +53,7 @@ class MicroBatches:
         return sum(number in step for step in self._in_flight) < self._most_in_flight
 
     def even_out(self, number: int, parts: list[list[list[Request]]]) -> None:
-        """Move requests out of a micro-batch whose turn it is, into those that have at least two fewer on their rank.
+        """Move requests from a micro-batch whose turn it is to smaller ones, until the sizes on a rank are even.
 
         The newest requests move, and wait for the turns of these.
         """

@@ -106,7 +106,7 @@ class Planner:
         stages, ranks = capacity.num_stages, table.ranks
         self.micro_batches = MicroBatches(ranks, stages, 2 if overlap else 1) if stages > 1 else None
         self.share = 1.0
-        self._micro_batch = 0  # that of the step that is being planned
+        self._micro_batch = 0  # the one that the current step decodes
         self._num_others = [0] * len(ranks)  # by rank, the requests of the others
         self.times = StepTimes(capacity)
         self.runs = ForcedRuns(self.times)

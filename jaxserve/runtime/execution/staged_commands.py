@@ -42,19 +42,12 @@ class _Step:
     receive: Receive
 
 
-@dataclasses.dataclass(frozen=True)
-class _Alone:
-    """The output of a program of a draft model."""
-
-    feedback: Feedback
-
-
 class StagedCommands:
     """Runs commands on the stages of this process.
 
-    `stages` and `clocks` are by stage, None for one of another process. `transfers` lead from each stage to the next,
-    last from the last to the first; None where neither stage is of this process. `feedback` is what the first stage
-    gets before any step was computed.
+    `stages` and `clocks` are by stage, None for one of another process. `transfers[i]` leads from stage i to the next
+    one, the last transfer to the first stage; it is None if neither stage is of this process. The first stage gets
+    `feedback` before any step was computed.
     """
 
     def __init__(
@@ -182,17 +175,18 @@ class StagedCommands:
         step.receive(self._give_back(step.key, output))
 
     def _give_back(self, key: ProgramKey, output: Any) -> Any:
-        """Give the feedback of an output to the first stage, and return the output as the host reads it.
+        """Give the feedback of an output to the first stage, and return the output that the host reads.
 
-        It is that of the last stage, or what arrived of it at the first one, if the last one is of another process.
+        If the last stage is of another process, that is what arrived at the first one.
         """
         transfer = self._transfers[-1]
         if transfer is None:
             return output
         name = result_key(key) if result_key(key) in transfer.fields else FEEDBACK_KEY
-        if isinstance(output, Feedback):
-            output = _Alone(output)
-        sent = None if output is None else {field: getattr(output, field) for field in transfer.fields[name]}
+        if isinstance(output, Feedback):  # of a draft model
+            sent: dict[str, Any] | None = {"feedback": output}
+        else:
+            sent = None if output is None else {field: getattr(output, field) for field in transfer.fields[name]}
         arrived = transfer.send(name, sent)
         if arrived is None:
             return output

@@ -30,9 +30,9 @@ from jaxserve.step_plan import Capacity
 class TransferBuilder(MeshProgramBuilder):
     """Makes the transfers from the devices of `source` to those of `target`, two meshes of one shape.
 
-    `trees_of` are the specs of what each program sends, by key. A program takes and returns a tuple of arrays that have
-    twice the length along the first axis, a part for each stage: it is given that of the source, and returns that of
-    the target. The devices are in ascending order, whichever is the source: for others, XLA logs an error on a GPU.
+    `trees_of` are the specs of what each program sends, by key. A program takes and returns arrays over the devices of
+    both stages, with a part for each along the first axis. It reads the source's part and returns the target's. The
+    devices are in ascending order, whichever stage is the source: for others, XLA logs an error on a GPU.
     """
 
     def __init__(
