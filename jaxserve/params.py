@@ -158,6 +158,21 @@ class KVSpec:
     value_dim: int | None = None
 
 
+@dataclasses.dataclass(frozen=True)
+class StateSpec:
+    """A group of layers that keep a state of fixed size for each sequence: gated delta nets.
+
+    A head of keys has `value_heads / key_heads` heads of values; `taps` is the size of the convolution's kernel.
+    """
+
+    num_layers: int
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+
+
 def path_of(keys: tuple[Any, ...]) -> Path:
     """Return a path as a tuple of names and indices, from jax's keys."""
     return tuple(_part(key) for key in keys)

@@ -19,6 +19,18 @@ StepKind = Literal["decode", "verify", "mixed", "prompt_logprobs"]
 probabilities of prompts."""
 
 
+class StateWrite(msgspec.Struct, frozen=True, gc=False):
+    """Where a chunk writes the state of its sequence, in a model that has states.
+
+    From this chunk on, the state is in row `target` of the pool. Row `snapshot`, if it isn't None, gets the state after
+    the first `snapshot_tokens` tokens: a multiple of `Capacity.state_unit` that this chunk computes.
+    """
+
+    target: int
+    snapshot: int | None = None
+    snapshot_tokens: int = 0
+
+
 class SlotOpen(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """Assigns a slot to a request, of whose tokens the first `num_cached_tokens` are cached.
 
@@ -26,6 +38,9 @@ class SlotOpen(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     `output_ids` are the tokens that it produced before it was retracted; penalties count them as output. Drafts come
     from the tokens of requests with the same `namespace`. If it is `constrained` by a grammar, steps draw no token
     for it: a `Draw` does.
+
+    In a model with states, `state` is the row of the pool that has the state after the cached tokens, None if there are
+    none. Pages of tokens after these may be cached, too: they are computed again for the state.
     """
 
     slot: int
@@ -40,6 +55,7 @@ class SlotOpen(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     adapter: int = 0
     namespace: str = ""
     constrained: bool = False
+    state: int | None = None
 
 
 class Chunk(msgspec.Struct, frozen=True, gc=False):
@@ -51,7 +67,8 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
     slot's page tables before the chunk runs: as many in each group, for the same tokens. `logits` is the number of
     trailing positions that need logits: 0 (more prefill follows), 1 (decode, end of prefill) or `length` (drafts to
     verify, log probabilities of the prompt). `sample` says whether a token is drawn after the last position. `target`
-    is the prompt token that follows the chunk, if log probabilities of the prompt are wanted.
+    is the prompt token that follows the chunk, if log probabilities of the prompt are wanted. `state` says where the state
+    of the sequence is written, if not where it was before.
     """
 
     request_id: str
@@ -64,6 +81,7 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
     logits: int
     sample: bool
     target: int | None = None
+    state: StateWrite | None = None
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -72,7 +90,8 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
 
 
 PageCopy = tuple[int, int, int, int]
-"""The copy of a page of a rank, as (KV group, rank, source, target)."""
+"""The copy of a page of a rank, as (KV group, rank, source, target). The group after the last one has the states, of
+which a row counts as a page."""
 
 
 class DraftRead(msgspec.Struct, frozen=True, gc=False, kw_only=True):
@@ -195,7 +214,9 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     tokens has another rotary embedding than a shorter one, from its first token on. Programs that draw within a
     grammar have at least `smallest_draw` rows. `vocab_size` is a multiple of the number of shards: it counts the
     model's token ids, and the padding of the last shards. With `num_stages` pipeline stages, as many steps compute at
-    once, each with decodes of its own.
+    once, each with decodes of its own. In a model that keeps a state for each sequence, a pool has `num_states` of them,
+    and a cached prefix can end at multiples of `state_unit` tokens; else both are 0. A step leaves a sequence with the
+    state at the last multiple of `state_block` tokens among those that it can't lose: `folded_tokens`.
     """
 
     num_slots: int
@@ -217,6 +238,16 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     smallest_draw: int = 1
     vocab_size: int = 0
     num_stages: int = 1
+    num_states: int = 0
+    state_unit: int = 0
+    state_block: int = 16
+
+    def folded_tokens(self, certain: int) -> int:
+        """Return after how many tokens a sequence has its state, if `certain` are computed and can't be rejected.
+
+        In a step that verifies drafts of a sequence, these are the tokens before the step and one more.
+        """
+        return certain // self.state_block * self.state_block
 
     def buckets(self, kind: StepKind) -> tuple[int, ...]:
         """Return the sizes of the programs of a kind of step: rows of decodes, else tokens."""
