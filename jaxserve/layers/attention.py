@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxserve.layers.batch import KVLayer, KVPools, TokenBatch, replace_pool
+from jaxserve.layers.batch import KVLayer, KVPools, TokenBatch, paged_pool, replace_pool
 from jaxserve.layers.linear import linear, row_parallel
 from jaxserve.layers.norm import rms_norm, rms_norm_of_shards
 from jaxserve.layers.rope import Rotation, rotate
@@ -31,7 +31,8 @@ class AttentionParams:
     `qkv` stores each KV head together with its group of query heads, so that shards are split by KV head. Its `rows`
     are the query heads, then the key, then the value. There is no value if keys are values too, and neither key nor
     value if the layer reuses those of an earlier layer. `q_norm` and `k_norm` are the weights of norms of each head,
-    or, with a dimension of heads, of one norm of all heads.
+    or, with a dimension of heads, of one norm of all heads. The sigmoid of the product with `gate`, if there is one,
+    multiplies the output of each head before the last projection.
     """
 
     qkv: Float[Array, "kv_heads rows head_dim dim"] | HeldWeight
@@ -41,6 +42,7 @@ class AttentionParams:
     q_norm: Float[Array, " head_dim"] | Float[Array, "kv_heads group head_dim"] | None
     k_norm: Float[Array, " head_dim"] | Float[Array, "kv_heads 1 head_dim"] | None
     sinks: Float[Array, "kv_heads group"] | None = None
+    gate: Float[Array, "kv_heads group head_dim dim"] | HeldWeight | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +88,7 @@ def self_attention(
         soft_cap=settings.soft_cap,
         sinks=None if params.sinks is None else params.sinks.reshape(-1).astype(jnp.float32),
     )
-    where = kv[layer.group], layer.index, batch.rows(layer.group), options, settings.backend
+    where = paged_pool(kv, layer.group), layer.index, batch.rows(layer.group), options, settings.backend
     norms = None if params.q_norm is None or params.k_norm is None else (params.q_norm, params.k_norm)
     if takes_qkv(settings.backend) and not layer.reuses and (norms is None or norms[0].ndim == 1):
         turns = None if rotation is None else (rotation[0][:, 0, 0], rotation[1][:, 0, 1])
@@ -99,8 +101,12 @@ def self_attention(
         if query_scale is not None:
             q *= query_scale[:, None, None].astype(q.dtype)
         attended, pool = paged_attention(q, k, v, *where)
+    attended = attended.reshape(len(x), -1)
+    if params.gate is not None:
+        gate = linear(x, params.gate.reshape(attended.shape[1], -1))
+        attended = (attended.astype(jnp.float32) * jax.nn.sigmoid(gate.astype(jnp.float32))).astype(x.dtype)
     output = params.output.reshape(params.output.shape[0], -1)
-    return row_parallel(attended.reshape(len(x), -1), output, params.output_bias), replace_pool(kv, layer.group, pool)
+    return row_parallel(attended, output, params.output_bias), replace_pool(kv, layer.group, pool)
 
 
 def _heads(

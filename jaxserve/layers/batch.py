@@ -6,10 +6,11 @@ import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Int32
 
+from pallas_kernels.gated_delta import DeltaRows, DeltaStates
 from pallas_kernels.paged_attention import PagedKV, Rows
 
-KVPools = tuple[PagedKV, ...]
-"""The keys and values of a rank, by KV group."""
+KVPools = tuple[PagedKV | DeltaStates, ...]
+"""The keys and values of a rank, by KV group, then the states of layers that keep states."""
 
 
 @flax.struct.dataclass
@@ -19,7 +20,7 @@ class TokenBatch:
     `page_tables` are by KV group. `fill_lens` counts the tokens of a token's sequence that were known when it started,
     even if later steps compute them. Three static fields are promises: `decode_only` that every row has one token,
     `max_queries` that no row has more than this, `starts_last` that rows that begin their sequence follow all others.
-    Padding tokens come last, at position 0.
+    Padding tokens come last, at position 0. `states` says where the states of the rows are, if layers keep states.
     """
 
     tokens: Int[Array, " tokens"]
@@ -30,6 +31,7 @@ class TokenBatch:
     kv_lens: Int[Array, " rows"]
     num_decodes: Int[Array, ""]
     num_seqs: Int[Array, ""]
+    states: DeltaRows | None = None
     decode_only: bool = flax.struct.field(pytree_node=False, default=False)
     max_queries: int | None = flax.struct.field(pytree_node=False, default=None)
     starts_last: bool = flax.struct.field(pytree_node=False, default=False)
@@ -71,7 +73,7 @@ class LayerOutput:
 
 @flax.struct.dataclass
 class KVLayer:
-    """The place of a layer's keys and values: layer `index` of KV group `group`.
+    """The place of a layer's keys and values, or of its states: layer `index` of group `group`.
 
     A layer that `reuses` the keys and values of an earlier one has none of its own.
     """
@@ -81,6 +83,13 @@ class KVLayer:
     reuses: bool = flax.struct.field(pytree_node=False, default=False)
 
 
-def replace_pool(kv: KVPools, group: int, pool: PagedKV) -> KVPools:
+def paged_pool(kv: KVPools, group: int) -> PagedKV:
+    """Return the keys and values of a KV group."""
+    pool = kv[group]
+    assert isinstance(pool, PagedKV)
+    return pool
+
+
+def replace_pool(kv: KVPools, group: int, pool: PagedKV | DeltaStates) -> KVPools:
     """Return the pools with another one for `group`."""
     return (*kv[:group], pool, *kv[group + 1 :])

@@ -21,7 +21,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxserve.layers.attention import AttentionSettings
-from jaxserve.layers.batch import KVLayer, KVPools, TokenBatch, replace_pool
+from jaxserve.layers.batch import KVLayer, KVPools, TokenBatch, paged_pool, replace_pool
 from jaxserve.layers.linear import linear, linear_by_head, row_parallel
 from jaxserve.layers.norm import rms_norm
 from jaxserve.layers.rope import Rotation, rotate
@@ -93,7 +93,7 @@ def latent_attention(
     tokens, heads = len(x), params.query.shape[0]
     rank, plain = params.key_up.shape[1:]
     rotated = params.query.shape[1] - plain
-    backend, pool, options = settings.backend, kv[layer.group], AttentionOptions(settings.scale)
+    backend, pool, options = settings.backend, paged_pool(kv, layer.group), AttentionOptions(settings.scale)
     where = layer.index, batch.rows(layer.group), options, backend
     down = linear(x, params.down)
     low_rank = x

@@ -33,6 +33,27 @@ class LatentSizes:
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
 
+@dataclasses.dataclass(frozen=True)
+class DeltaSizes:
+    """The sizes of gated delta nets: heads, their dimensions, and the size of the convolution's kernel."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+
+    @property
+    def group(self) -> int:
+        """The value heads of a key head."""
+        return self.value_heads // self.key_heads
+
+    @property
+    def width(self) -> int:
+        """The inputs of the convolution for a key head."""
+        return 2 * self.key_dim + self.group * self.value_dim
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The sizes that every decoder has; a family's own config adds its fields.
@@ -42,7 +63,7 @@ class ModelConfig:
     checkpoint stores weights, if it is quantized. `draft_layers` counts the checkpoint's own layers that draft.
 
     With `latent`, attention is latent: then `head_dim` is the size of the rotated part of a head, and the one KV head
-    is the row of a token.
+    is the row of a token. Layers of `delta_layers` are gated delta nets of the sizes `delta` in place of attention.
     """
 
     architecture: str
@@ -61,6 +82,8 @@ class ModelConfig:
     quantization: CheckpointQuantization | None = None
     draft_layers: int = 0
     latent: LatentSizes | None = None
+    delta: DeltaSizes | None = None
+    delta_layers: frozenset[int] = frozenset()
 
     @property
     def split_sizes(self) -> dict[str, int]:
@@ -71,6 +94,8 @@ class ModelConfig:
         """Return whether heads and MLPs can be split into `shards` parts."""
         kv = self.num_kv_heads
         even = not any(size % shards for size in (self.num_heads, *self.split_sizes.values()))
+        if self.delta is not None:
+            even = even and self.delta.key_heads % shards == 0
         return even and (kv % shards == 0 or shards % kv == 0)
 
     @property

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 
 from jaxserve.layers.attention import AttentionParams, AttentionSettings, self_attention
 from jaxserve.layers.batch import KVLayer, KVPools, LayerOutput, TokenBatch
+from jaxserve.layers.delta_net import DeltaNetParams, delta_net
 from jaxserve.layers.latent_attention import LatentAttentionParams, latent_attention
 from jaxserve.layers.mixture import MixtureParams, MixtureSettings, mixture
 from jaxserve.layers.mlp import MlpParams, mlp
@@ -31,7 +32,7 @@ class LayerParams:
     """The weights of one decoder layer. The norms of the outputs of attention and feed-forward block may be None."""
 
     attention_norm: Array | LayerNormParams
-    attention: AttentionParams | LatentAttentionParams
+    attention: AttentionParams | LatentAttentionParams | DeltaNetParams
     attended_norm: Array | None
     mlp_norm: Array | LayerNormParams
     mlp: MlpParams | MixtureParams
@@ -131,7 +132,9 @@ def attend(
 ) -> tuple[Float[Array, "tokens dim"], KVPools]:
     """Add to `x` the output of a layer's attention, with the norms before and after it."""
     normed = norm(x, params.attention_norm, settings.norm_eps)
-    if isinstance(params.attention, LatentAttentionParams):
+    if isinstance(params.attention, DeltaNetParams):
+        attended, kv = delta_net(normed, params.attention, batch, kv, at, settings.norm_eps, settings.backend.target)
+    elif isinstance(params.attention, LatentAttentionParams):
         assert rope is not None
         assert query_scale is None
         attended, kv = latent_attention(normed, params.attention, batch, kv, at, rope, settings)

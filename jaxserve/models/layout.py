@@ -11,7 +11,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.layers.batch import KVLayer, TokenBatch
 from jaxserve.layers.rope import RopeConfig, Rotation, rotation
 from jaxserve.models.config import ModelConfig
-from jaxserve.params import KVSpec
+from jaxserve.params import KVSpec, StateSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +103,7 @@ class LaidOutModel[C: ModelConfig]:
         each with the layers that it has. Raises `ConfigError` if layers
         without a window differ in their heads, as they share one group.
         """
-        sources = [i for i in range(self.config.num_layers) if self.config.kv_source(i) == i]
+        sources = [i for i in self._attention_layers if self.config.kv_source(i) == i]
         kinds = dict.fromkeys(map(self._kv_group, sources))
         counts = Counter(self._kv_group(i) for i in sources if i in self.layers)
         whole = [group for group in kinds if group.window is None]
@@ -118,11 +118,28 @@ class LaidOutModel[C: ModelConfig]:
         groups = [*whole, *(group for group in kinds if group.window is not None)]
         return tuple(dataclasses.replace(group, num_layers=counts[group]) for group in groups)
 
+    def state_spec(self) -> StateSpec | None:
+        """Return the group of the layers that keep states, with those that the model has; None if no layer does."""
+        delta = self.config.delta
+        if delta is None:
+            return None
+        count = sum(i in self.layers for i in self.config.delta_layers)
+        return StateSpec(count, delta.key_heads, delta.value_heads, delta.key_dim, delta.value_dim, delta.taps)
+
+    @property
+    def _attention_layers(self) -> list[int]:
+        return [i for i in range(self.config.num_layers) if i not in self.config.delta_layers]
+
     def kv_layers(self) -> tuple[KVLayer, ...]:
-        """Return the place of each layer's keys and values in the KV groups. Layers of other stages have none here."""
+        """Return the place of each layer's keys and values in the KV groups, or of its states, in the group after
+        these. Layers of other stages have none here."""
         groups = [dataclasses.replace(spec, num_layers=0) for spec in self.kv_specs()]
-        used, places = [0] * len(groups), list[KVLayer]()
+        used, places = [0] * (len(groups) + 1), list[KVLayer]()
         for i in range(self.config.num_layers):
+            if i in self.config.delta_layers:
+                places.append(KVLayer(jnp.int32(used[-1]), len(groups)))
+                used[-1] += i in self.layers
+                continue
             source, group = self.config.kv_source(i), groups.index(self._kv_group(i))
             if source == i:
                 places.append(KVLayer(jnp.int32(used[group]), group))

@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxserve.layers.batch import TokenBatch
+from jaxserve.layers.batch import TokenBatch, paged_pool
 from jaxserve.models.registry import family, forward
 from jaxserve.runtime.devices.mesh import partitions
 from jaxserve.runtime.step.buckets import smallest_fitting
@@ -204,7 +204,7 @@ class _DraftingModel:
         else:
             embedded = family(context.model).embed(context.model, self.of_target, batch)
             out = module.forward(model, self.own, embedded, features, batch, (kv,), context.backend)
-        return out.hidden, out.kv[0]
+        return out.hidden, paged_pool(out.kv, 0)
 
     def logits(
         self, hidden: Float[Array, "rows dim"], num_rows: Int[Array, ""] | None

@@ -17,7 +17,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxserve.layers.axes import TENSOR_AXES
-from jaxserve.layers.batch import KVPools, TokenBatch
+from jaxserve.layers.batch import TokenBatch, paged_pool
 from jaxserve.models.registry import family, forward
 from jaxserve.runtime.step.input_packing import InputPacking, PackedField
 from jaxserve.runtime.step.program import ProgramKey, ProgramKind, RankFunction, StepContext
@@ -71,7 +71,7 @@ KV_SCALES = ProgramKind(
 
 
 def _largest(
-    params: Any, kv: KVPools, packed: jax.Array, context: StepContext, capacity: Capacity
+    params: Any, kv: tuple[PagedKV, ...], packed: jax.Array, context: StepContext, capacity: Capacity
 ) -> list[Float[Array, "2 layers"]]:
     """Return the largest key and value of each layer over all heads, by KV group."""
     size = num_tokens(capacity)
@@ -92,7 +92,7 @@ def _largest(
     own_pools = tuple(_own_pool(pool, pages, x.dtype) for pool in kv)
     filled = forward(context.model, params, x, batch, own_pools, context.backend).kv
     specs = context.model.kv_specs()
-    return [_largest_of_pool(pool, pages, spec.head_dim) for pool, spec in zip(filled, specs, strict=True)]
+    return [_largest_of_pool(paged_pool(filled, i), pages, spec.head_dim) for i, spec in enumerate(specs)]
 
 
 def _own_pool(pool: PagedKV, pages: int, dtype: jnp.dtype) -> PagedKV:

@@ -18,7 +18,6 @@ import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
 from jaxserve.api_types import MAX_LOGIT_BIAS, MAX_STOP_IDS
-from jaxserve.layers.batch import KVPools
 from jaxserve.models.layout import AnyModel
 from jaxserve.params import KVSpec
 from jaxserve.runtime.step.draft_model import DraftModel
@@ -85,7 +84,7 @@ class DeviceState:
     these two.
     """
 
-    kv: KVPools
+    kv: tuple[PagedKV, ...]
     last_tokens: Int[Array, " slots"]
     seq_lens: Int[Array, " slots"]
     page_tables: tuple[Int[Array, "slots max_pages"], ...]
@@ -96,7 +95,7 @@ class DeviceState:
     drafts: Drafts | None = None
 
     @property
-    def all_kv(self) -> KVPools:
+    def all_kv(self) -> tuple[PagedKV, ...]:
         """The pools of all KV groups, and that of a draft model."""
         drafted = None if self.drafts is None else self.drafts.kv
         return self.kv if drafted is None else (*self.kv, drafted)
