@@ -29,8 +29,8 @@ from pallas_kernels.gated_delta.triton.tiles import (
     convolved,
     decay_of,
     dot,
+    keep_inputs,
     keep_tails,
-    own_channels,
     place,
     totals_of,
     unit,
@@ -183,7 +183,7 @@ class _ChunkRow(NamedTuple):
         at, facts, states = self.at, self.facts, self.states
         keep_tails(self.rows, self.row, at, self.new.products, states, facts)
         barrier(facts)
-        self._keep_inputs()
+        keep_inputs(at, self.new.products, states, facts)
         state = plgpu.load(
             states.recurrent.at[self._columns_of(at.source)],
             mask=jnp.broadcast_to(at.folded > 0, (facts.key_dim, facts.columns)),
@@ -304,21 +304,6 @@ class _ChunkRow(NamedTuple):
             store(states.deltas, at.head, at.column, deltas, True)
             store(states.keys, at.key_head, lane, tile.keys, at.writes_keys)
             plgpu.store(states.decays.at[at.layer, at.slot, at.head, entry], totals, mask=kept & (at.part == 0))
-
-    def _keep_inputs(self) -> None:
-        """Store the inputs of the convolution of the last new tokens."""
-        at, facts = self.at, self.facts
-
-        def one(position: Array, _: None) -> None:
-            for mine, channel in own_channels(at, facts):
-
-                @pl.when(mine)
-                def _(channel: Array = channel) -> None:
-                    found = plgpu.load(self.new.products.at[at.token + position - at.lens, at.key_head, channel])
-                    index = at.layer, at.slot, at.key_head, lax.rem(position, facts.recent), channel
-                    plgpu.store(self.states.inputs.at[index], found)
-
-        lax.fori_loop(jnp.maximum(at.lens, at.end - facts.recent), at.end, one, None)
 
 
 def _inverse(below: Float32[Array, "n n"], facts: Facts) -> Float32[Array, "n n"]:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float, Float32, Int
 
 from pallas_kernels.gated_delta.layout import BLOCK, DeltaStates
 from pallas_kernels.gated_delta.triton.tiles import (
@@ -26,11 +26,10 @@ from pallas_kernels.gated_delta.triton.tiles import (
     TokenRefs,
     barrier,
     borders,
-    convolved,
     decay_of,
-    dot,
+    input_at,
+    keep_inputs,
     keep_tails,
-    own_channels,
     place,
     totals_of,
     unit,
@@ -112,14 +111,8 @@ class _DecodeRow(NamedTuple):
         # The border is at a multiple of a block, as are the ends of the ring.
         position = at.folded + lax.rem(entry - lax.rem(at.folded, facts.ring) + facts.ring, facts.ring)
         position = jnp.where(entry < facts.ring, position, jnp.int32(2**30))
-        state = plgpu.load(
-            states.recurrent.at[at.layer, at.source, at.head, lane[:, None], at.column[None, :]],
-            mask=jnp.broadcast_to(at.folded > 0, (facts.key_dim, facts.columns)),
-            other=0.0,
-        )
+        state = self._state(lane)
         entries = self._entries(entry, position, lane)
-        keep_tails(self.rows, self.row, at, self.new.products, states, facts)
-        barrier(facts)
 
         def step(i: Array, entries: _Entries) -> _Entries:
             return self._token(at.lens + i, entry, position, state, entries)
@@ -128,15 +121,39 @@ class _DecodeRow(NamedTuple):
             entries = step(jnp.int32(0), entries)
         else:
             entries = lax.fori_loop(0, at.end - at.lens, step, entries)
-        for wanted, border, to in borders(self.rows, self.row, at):
+        keep_tails(self.rows, self.row, at, self.new.products, states, facts)
+        barrier(facts)
+        keep_inputs(at, self.new.products, states, facts)
+        for wanted, border, to in reversed(borders(self.rows, self.row, at)):
+            pl.when(wanted)(functools.partial(self._fold, border, to, position, entries))
 
-            @pl.when(wanted)
-            def _(border: Array = border, to: Array = to) -> None:
-                last = jnp.sum(jnp.where(position == border - 1, entries.totals, 0.0))
-                left = jnp.where(position < border, jnp.exp(last - entries.totals), 0.0)
-                then = jnp.exp(last) * state + dot((entries.keys * left[:, None]).T, entries.deltas, facts)
-                index = at.layer, to, at.head, lane[:, None], at.column[None, :]
-                plgpu.store(states.recurrent.at[index], then)
+    def _state(self, lane: Array) -> Float32[Array, "key_dim columns"]:
+        """Load the program's part of the state."""
+        at, facts = self.at, self.facts
+        return plgpu.load(
+            self.states.recurrent.at[at.layer, at.source, at.head, lane[:, None], at.column[None, :]],
+            mask=jnp.broadcast_to(at.folded > 0, (facts.key_dim, facts.columns)),
+            other=0.0,
+        )
+
+    def _fold(self, border: Array, to: Array, position: Array, entries: _Entries) -> None:
+        """Store the state at a border.
+
+        The state is loaded once more, as registers that held it until here would let fewer programs run at once.
+        """
+        at, facts, states = self.at, self.facts, self.states
+        lane = lax.iota(jnp.int32, facts.key_dim)
+        last = jnp.sum(jnp.where(position == border - 1, entries.totals, 0.0))
+
+        def add(i: Array, state: Array) -> Array:
+            entry = lax.rem(i, facts.ring)
+            left = jnp.exp(last - jnp.sum(jnp.where(position == i, entries.totals, 0.0)))
+            key = plgpu.load(states.keys.at[at.layer, at.slot, at.key_head, entry, lane])
+            delta = plgpu.load(states.deltas.at[at.layer, at.slot, at.head, entry, at.column])
+            return state + key[:, None] * (left * delta)[None, :]
+
+        state = lax.fori_loop(at.folded, border, add, jnp.exp(last) * self._state(lane))
+        plgpu.store(states.recurrent.at[at.layer, to, at.head, lane[:, None], at.column[None, :]], state)
 
     def _entries(self, entry: Array, position: Array, lane: Array) -> _Entries:
         """Load the entries that the slot has."""
@@ -160,11 +177,8 @@ class _DecodeRow(NamedTuple):
         at, facts, new, states = self.at, self.facts, self.new, self.states
         token = at.token + i - at.lens
         lane = lax.iota(jnp.int32, facts.key_dim)
-        q, k, v = (
-            convolved(i, channel, at, new, states, facts)
-            for channel in (lane, lane + facts.key_dim, value_channel(at, facts))
-        )
-        q, k, v = unit(q) * facts.key_dim**-0.5, unit(k), v.astype(jnp.float32)
+        q, k = self._query_and_key(i)
+        v = self._convolved(i, value_channel(at, facts)[None, None, :]).sum(axis=0).astype(jnp.float32)
         beta = lax.logistic(new.gates[token, at.key_head, 0, at.member].astype(jnp.float32))
         decay = decay_of(new.gates[token, at.key_head, 1, at.member], new.rate[at.head], new.bias[at.head])
         block = jnp.where(i & (BLOCK - 1) == 0, 0.0, entries.block) + decay
@@ -190,28 +204,36 @@ class _DecodeRow(NamedTuple):
             block,
         )
 
+    def _query_and_key(self, i: Array) -> tuple[Float32[Array, " key_dim"], Float32[Array, " key_dim"]]:
+        """Return the query and the key at position `i`.
+
+        They are computed as one array and then taken out of it: else Triton computes each as often as there are
+        arrangements of threads in which it is used.
+        """
+        key_dim = self.facts.key_dim
+        which, lane = (lax.broadcasted_iota(jnp.int32, (2, 1, key_dim), axis) for axis in (0, 2))
+        both = unit(self._convolved(i, which * key_dim + lane))
+        which = which[:, 0]
+        q, k = (jnp.sum(jnp.where(which == member, both, 0.0), axis=0) for member in range(2))
+        return q * key_dim**-0.5, k
+
+    def _convolved(self, i: Array, channel: Int[Array, "some 1 lanes"]) -> Float[Array, "some lanes"]:
+        """Return the convolution's output at position `i` after the SiLU, in the dtype of the products."""
+        at, facts, new = self.at, self.facts, self.new
+        tap = lax.broadcasted_iota(jnp.int32, (1, pl.next_power_of_2(facts.taps), 1), 1)
+        live, shape = tap < facts.taps, jnp.broadcast_shapes(tap.shape, channel.shape)
+        found = input_at(i - (facts.taps - 1) + tap, channel, at, new.products, self.states, facts, live)
+        weight = plgpu.load(new.conv.at[at.key_head, channel, tap], mask=jnp.broadcast_to(live, shape), other=0.0)
+        total = jnp.sum(found.astype(jnp.float32) * weight.astype(jnp.float32), axis=1)
+        return (total * lax.logistic(total)).astype(new.products.dtype)
+
     def _keep(self, i: Array, k: Array, delta: Array, block: Array) -> None:
-        """Store the entry of the token at position `i`, unless the state has it, and its input of the convolution."""
-        at, facts, states = self.at, self.facts, self.states
-        token, entry = at.token + i - at.lens, lax.rem(i, facts.ring)
-        for mine, channel in own_channels(at, facts):
+        """Store the entry of the token at position `i`.
 
-            @pl.when(mine)
-            def _(channel: Array = channel) -> None:
-                found = plgpu.load(self.new.products.at[token, at.key_head, channel])
-                plgpu.store(states.inputs.at[at.layer, at.slot, at.key_head, lax.rem(i, facts.recent), channel], found)
-
-        kept = i >= at.after
-        lane = lax.iota(jnp.int32, facts.key_dim)
-
-        @pl.when(kept)
-        def _() -> None:
-            plgpu.store(states.deltas.at[at.layer, at.slot, at.head, entry, at.column], delta)
-
-        @pl.when(kept & at.writes_keys)
-        def _() -> None:
-            plgpu.store(states.keys.at[at.layer, at.slot, at.key_head, entry, lane], k)
-
-        @pl.when(kept & (at.part == 0))
-        def _() -> None:
-            plgpu.store(states.decays.at[at.layer, at.slot, at.head, entry], block)
+        All programs of a key head store the same key, as each may read it when it stores the state.
+        """
+        at, states, entry = self.at, self.states, lax.rem(i, self.facts.ring)
+        lane = lax.iota(jnp.int32, self.facts.key_dim)
+        plgpu.store(states.keys.at[at.layer, at.slot, at.key_head, entry, lane], k)
+        plgpu.store(states.deltas.at[at.layer, at.slot, at.head, entry, at.column], delta)
+        plgpu.store(states.decays.at[at.layer, at.slot, at.head, entry], block)

@@ -194,6 +194,21 @@ def keep_tails(
                     plgpu.store(states.tails.at[at.layer, to, at.key_head, tap, channel], found)
 
 
+def keep_inputs(at: Place, products: Ref, states: StateRefs, facts: Facts) -> None:
+    """Store the inputs of the convolution of the last new tokens in the slot."""
+
+    def one(position: Array, _: None) -> None:
+        for mine, channel in own_channels(at, facts):
+
+            @pl.when(mine)
+            def _(channel: Array = channel) -> None:
+                found = plgpu.load(products.at[at.token + position - at.lens, at.key_head, channel])
+                index = at.layer, at.slot, at.key_head, lax.rem(position, facts.recent), channel
+                plgpu.store(states.inputs.at[index], found)
+
+    lax.fori_loop(jnp.maximum(at.lens, at.end - facts.recent), at.end, one, None)
+
+
 def decay_of(gate: Array, rate: Array, bias: Array) -> Array:
     """Return the logarithm of a decay."""
     x = gate.astype(jnp.float32) + bias
@@ -220,7 +235,7 @@ def totals_of(
 
 def dot(a: Float32[Array, "m k"], b: Float32[Array, "k n"], facts: Facts) -> Float32[Array, "m n"]:
     """Multiply in float32: on tensor cores, by three products of parts of the operands."""
-    precision: Any = lax.Precision.HIGHEST if facts.interpret else lax.DotAlgorithmPreset.TF32_TF32_F32_X3
+    precision: Any = lax.Precision.HIGHEST if facts.interpret else lax.DotAlgorithmPreset.BF16_BF16_F32_X3
     return jnp.dot(a, b, precision=precision, preferred_element_type=jnp.float32)
 
 
