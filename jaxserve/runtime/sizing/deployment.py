@@ -327,6 +327,11 @@ def _lay_out(config: EngineConfig, model: ModelConfig, device: DeviceFacts, divi
 def _check_kv_groups(config: EngineConfig, model: AnyModel) -> None:
     """Raise `ConfigError` for settings of the KV cache that don't fit the groups of the model."""
     specs = model.kv_specs()
+    if model.state_spec() is not None and config.calculate_kv_scales:
+        raise ConfigError(
+            "calculate_kv_scales: the layers of this model that keep a state for each sequence can't run without one; "
+            "leave it out: scales are then the checkpoint's, or 1"
+        )
     if config.disable_hybrid_swa_memory and len(specs) > 1:
         heads = ", ".join(f"{spec.num_kv_heads} of size {spec.head_dim}" for spec in specs)
         raise ConfigError(
