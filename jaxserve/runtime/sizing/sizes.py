@@ -30,7 +30,7 @@ class Sizes:
     """The sizes that the programs can hold, the scheduler's budgets in tokens per step, and the memory footprint.
 
     `wanted_context` is the context length before it was fitted to the pool. `memory_bound` says that the pool would be
-    larger if the device had more memory.
+    larger if the device had more memory. The state of a sequence takes `state_bytes` of a device, 0 if there is none.
     """
 
     capacity: Capacity
@@ -41,6 +41,7 @@ class Sizes:
     footprint: Footprint
     wanted_context: int
     memory_bound: bool
+    state_bytes: int = 0
 
     @property
     def pool_bytes(self) -> int:
@@ -181,7 +182,9 @@ def resolve_sizes(
     )
     prefill = min(config.max_prefill_tokens or chunk, largest)
     step_ms = defaults.mixed_step_ms if config.max_mixed_step_ms is None else config.max_mixed_step_ms
-    return Sizes(capacity, min(chunk, largest), prefill, largest, step_ms, footprint, longest, pool.memory_bound)
+    return Sizes(
+        capacity, min(chunk, largest), prefill, largest, step_ms, footprint, longest, pool.memory_bound, state_bytes
+    )
 
 
 def _verify_buckets(config: EngineConfig, running: int, drafts: int, largest: int) -> tuple[int, ...]:
