@@ -6,7 +6,7 @@ logged. Checks that need no model are made here; checks that need the model or t
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -314,6 +314,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="lowest severity of log lines that are written")
     ] = "info"
+
+    def with_defaults(self, **values: Any) -> EngineConfig:
+        """Return a copy in which settings that are None have these values."""
+        return msgspec.structs.replace(
+            self, **{name: value for name, value in values.items() if getattr(self, name) is None}
+        )
 
     def __post_init__(self) -> None:
         check_ranges(self, ENGINE_RANGES)
