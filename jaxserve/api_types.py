@@ -331,7 +331,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     `quantization` is the format of quantized weights (gguf, awq, int4, …), or none. On each device, weights take
     `weight_bytes`, and `free_bytes` were left after all was allocated; running programs take `working_bytes` of these.
     `memory_bound` says that the KV cache would be larger with more memory; `working_bytes` is then the compiler's
-    figure plus a margin, else an estimate. `deterministic` says that a request gives the same bits in any batch.
+    figure plus a margin, else an estimate. `deterministic` says that a request gives the same bits in any batch. A
+    model that keeps a state for each sequence has `num_states`, each of `state_bytes` on a device.
     """
 
     max_model_len: int
@@ -354,6 +355,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     weight_bytes: int = 0
     deterministic: bool = False
     kv_groups: tuple[KVGroup, ...] = ()
+    num_states: int = 0
+    state_bytes: int = 0
 
     @property
     def max_total_num_tokens(self) -> int:

@@ -60,6 +60,11 @@ class HostPool:
         self._max_in_flight = max(1, min(_MAX_TRANSFERS_IN_FLIGHT, _MAX_BYTES_IN_FLIGHT // max(transfer_bytes, 1)))
 
     @property
+    def pages_per_copy(self) -> int:
+        """The number of pages that one call copies."""
+        return self._specs[0].shape[1]
+
+    @property
     def nbytes(self) -> int:
         """Bytes that the pool takes once every slot was used."""
         return sum(array.nbytes for array in self._arrays)
