@@ -93,7 +93,7 @@ def compute_panel(f: Function, panel: Panel, state: StatePart, part: BlockPart, 
     values = f.at(panel.scratch.values, part.start * sizes.row_bytes)
     for i in range(sizes.vectors):
         to = f.at(values, i * VECTOR.nbytes)
-        convolve(f, panel.row, panel.tokens, part, channel + i * LANES, to, sizes.row_bytes, features)
+        convolve(f, panel.row, panel.tokens, part, channel + i * LANES, to, sizes.row_bytes)
     whole = part.start + (part.stop - part.start) // sizes.tokens * sizes.tokens
     f.loop(whole, lambda i: _read(f, panel, state, part, i, sizes.tokens), start=part.start, step=sizes.tokens)
     if sizes.tokens > 1:

@@ -10,12 +10,13 @@ import operator
 from typing import NamedTuple
 
 from pallas_kernels.cpu import maths
-from pallas_kernels.cpu.emit import Function, Value
+from pallas_kernels.cpu.emit import Function, Module, Value
 from pallas_kernels.cpu.types import F32, I64, PTR
 from pallas_kernels.gated_delta.cpu.operands import (
     LANES,
     NUMBER_BYTES,
     VECTOR,
+    CpuDelta,
     HeadOfRow,
     clear_bytes,
     copy_bytes,
@@ -27,6 +28,7 @@ from pallas_kernels.gated_delta.cpu.operands import (
 from pallas_kernels.gated_delta.layout import BLOCK
 
 _NORM_EPS = 1e-6
+_HALF = BLOCK // 2
 _MATRIX_BYTES = BLOCK * LANES * 4
 assert BLOCK == LANES, "a vector has a number for each token of a block"
 
@@ -82,6 +84,8 @@ def load_tokens(f: Function, row: HeadOfRow) -> TokenScratch:
     # Products with keys that aren't there yet are computed and not used: numbers that aren't normal would be slow
     clear_bytes(f, scratch.keys, facts.ring * key_bytes)
     clear_bytes(f, scratch.zeros, facts.row_bytes)
+    for matrix in (scratch.keys_by_keys, scratch.queries_by_keys):
+        clear_bytes(f, matrix, _MATRIX_BYTES)
     copy_bytes(f, scratch.sums, row.decays, sums_bytes)
 
     def copy(position: Value) -> None:
@@ -140,11 +144,11 @@ def prepare_tokens(
         into = f.at(rows, at * (facts.key_dim * 4))
 
         def convolve_vector(d: Value, channel: int = channel, into: Value = into) -> None:
-            convolve(f, row, scratch, part, d + channel, f.at(into, d * 4), facts.key_dim * 4, features)
+            convolve(f, row, scratch, part, d + channel, f.at(into, d * 4), facts.key_dim * 4)
 
         f.loop(facts.key_dim, convolve_vector, step=LANES)
     for head in range(facts.group):
-        _gate(f, row, scratch, part, head)
+        _gate(f, row, scratch, part, head, features)
 
     def finish(i: Value) -> None:
         key, query = (
@@ -153,44 +157,55 @@ def prepare_tokens(
         _normalize(f, query, facts.key_dim, facts.key_dim**-0.5)
         _normalize(f, key, facts.key_dim, 1.0)
         keys = f.at(scratch.keys, part.entry * (facts.key_dim * 4))
-        for own, to in ((key, scratch.keys_by_keys), (query, scratch.queries_by_keys)):
-            f.store(_products(f, own, keys, facts.key_dim), to, i * VECTOR.nbytes)
+        for half in range(2):
+            f.when(
+                i >= half * _HALF,
+                lambda half=half: _multiply_keys(f, scratch, keys, key, query, i, half, facts.key_dim),
+            )
 
     f.loop(part.stop, finish, start=part.start)
 
 
 def convolve(
-    f: Function,
-    row: HeadOfRow,
-    scratch: TokenScratch,
-    part: BlockPart,
-    channel: Value,
-    to: Value,
-    row_bytes: int,
-    features: frozenset[str],
+    f: Function, row: HeadOfRow, scratch: TokenScratch, part: BlockPart, channel: Value, to: Value, row_bytes: int
 ) -> None:
     """Store silu of the convolution of 16 channels for the new tokens of a block, `row_bytes` apart, as float32."""
-    facts = row.facts
-    weights = [f.load(VECTOR, scratch.conv, channel * 4 + tap * facts.width * 4) for tap in range(facts.taps)]
-    channel_bytes = channel * NUMBER_BYTES[facts.dtype]
+    weights = f.at(scratch.conv, channel * 4)
+    count, row_size = part.stop - part.start, f.constant(I64, row_bytes)
+    channel_bytes = channel * NUMBER_BYTES[row.facts.dtype]
+    f.call(_convolution(row.facts), None, scratch.windows, weights, channel_bytes, count, to, row_size)
+
+
+def write_convolution(module: Module, facts: CpuDelta, features: frozenset[str]) -> None:
+    """Add the function that `convolve` calls: within the whole kernel, its constants would not be in registers."""
+    f = module.function(_convolution(facts), [PTR, PTR, I64, I64, PTR, I64], inline=False)
+    windows, conv, channel_bytes, count, to, row_bytes = f.arguments
+    weights = [f.load(VECTOR, conv, tap * facts.width * 4) for tap in range(facts.taps)]
 
     def load(i: Value) -> Value:
-        return load_numbers(f, f.at(f.load(PTR, scratch.windows, i * 8), channel_bytes), facts.dtype)
+        return load_numbers(f, f.at(f.load(PTR, windows, i * 8), channel_bytes), facts.dtype)
 
     def token(i: Value, *before: Value) -> list[Value]:
         window = [*before, load(i + (facts.taps - 1))]
         total = window[0] * weights[0]
         for x, weight in zip(window[1:], weights[1:], strict=True):
             total = f.fma(x, weight, total)
-        x = total * maths.sigmoid(f, total)
+        x = total * maths.sigmoid(f, total, features)
         x = x if facts.dtype == "float32" else maths.from_bf16(f, to_bf16(f, x, features))
         f.store(x, to, i * row_bytes)
         return window[1:]
 
-    f.loop(part.stop - part.start, token, *(load(f.constant(I64, i)) for i in range(facts.taps - 1)))
+    f.loop(count, token, *(load(f.constant(I64, i)) for i in range(facts.taps - 1)))
+    f.ret()
 
 
-def _gate(f: Function, row: HeadOfRow, scratch: TokenScratch, part: BlockPart, head: int) -> None:
+def _convolution(facts: CpuDelta) -> str:
+    return f"{facts.name}_convolution"
+
+
+def _gate(
+    f: Function, row: HeadOfRow, scratch: TokenScratch, part: BlockPart, head: int, features: frozenset[str]
+) -> None:
     """Store beta, the sum of the logarithms of the decays, and its exponential, for a value head of the group."""
     facts = row.facts
     size = NUMBER_BYTES[facts.gates_dtype]
@@ -205,7 +220,7 @@ def _gate(f: Function, row: HeadOfRow, scratch: TokenScratch, part: BlockPart, h
         f.store(load_number(f, f.at(own, facts.group * size), facts.gates_dtype), steps, i * 4)
 
     f.loop(part.stop, load, start=part.start)
-    f.store(maths.sigmoid(f, f.load(VECTOR, betas)), scratch.betas, head * VECTOR.nbytes)
+    f.store(maths.sigmoid(f, f.load(VECTOR, betas), features), scratch.betas, head * VECTOR.nbytes)
     value_head = (row.head * facts.group + head) * 4
     rate, bias = (splat(f, of, value_head) for of in (row.operands.rate, row.operands.bias))
     decay = maths.softplus(f, f.load(VECTOR, steps) + bias)
@@ -235,11 +250,18 @@ def _normalize(f: Function, x: Value, dim: int, scale: float) -> None:
         f.store(vector * factor, x, i * VECTOR.nbytes)
 
 
-def _products(f: Function, own: Value, keys: Value, dim: int) -> Value:
-    """Return the products of a row with the keys of a block."""
+def _multiply_keys(
+    f: Function, scratch: TokenScratch, keys: Value, key: Value, query: Value, i: Value, half: int, dim: int
+) -> None:
+    """Store the products of a token's key and query with half of the keys of its block."""
 
     def add(d: Value, *sums: Value) -> list[Value]:
-        x = f.load(VECTOR, own, d * 4)
-        return [f.fma(x, f.load(VECTOR, keys, (d + j * dim) * 4), total) for j, total in enumerate(sums)]
+        own = [f.load(VECTOR, some, d * 4) for some in (key, query)]
+        others = [f.load(VECTOR, keys, (d + (half * _HALF + j) * dim) * 4) for j in range(_HALF)]
+        pairs = [(one, other) for one in own for other in others]
+        return [f.fma(*pair, total) for pair, total in zip(pairs, sums, strict=True)]
 
-    return maths.lane_sums(f, f.loop(dim, add, *[f.constant(VECTOR, 0.0)] * BLOCK, step=LANES))
+    sums = maths.lane_sums(f, f.loop(dim, add, *[f.constant(VECTOR, 0.0)] * (2 * _HALF), step=LANES))
+    for which, to in enumerate((scratch.keys_by_keys, scratch.queries_by_keys)):
+        lanes = range(which * _HALF, (which + 1) * _HALF)
+        f.store(f.shuffle(sums, sums, lanes), to, i * VECTOR.nbytes + half * _HALF * 4)
