@@ -30,6 +30,7 @@ from jaxserve.models import (
     mixtures,
     olmo,
     phi3,
+    qwen3_next,
     seed_oss,
     smollm3,
     starcoder2,
@@ -71,6 +72,9 @@ _FAMILIES: dict[str, ModuleType] = {
     "Qwen2MoeForCausalLM": mixtures.qwen,
     "Qwen3ForCausalLM": llama,
     "Qwen3MoeForCausalLM": mixtures.qwen,
+    "Qwen3NextForCausalLM": qwen3_next,
+    "Qwen3_5ForCausalLM": qwen3_next,
+    "Qwen3_5MoeForCausalLM": qwen3_next,
     "SeedOssForCausalLM": seed_oss,
     "SmolLM3ForCausalLM": smollm3,
     "Starcoder2ForCausalLM": starcoder2,
@@ -85,6 +89,8 @@ _TEXT_MODELS: dict[str, dict[str, str]] = {
     "Gemma4ForConditionalGeneration": {"gemma4_text": "Gemma4ForCausalLM"},
     "Gemma4UnifiedForConditionalGeneration": {"gemma4_unified_text": "Gemma4UnifiedForCausalLM"},
     "Mistral3ForConditionalGeneration": {"ministral3": "Ministral3ForCausalLM", "mistral": "MistralForCausalLM"},
+    "Qwen3_5ForConditionalGeneration": {"qwen3_5_text": "Qwen3_5ForCausalLM"},
+    "Qwen3_5MoeForConditionalGeneration": {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"},
 }
 
 _INDEXED = "its layers choose the tokens that they attend to by an indexer, for which there is no kernel yet"
