@@ -42,8 +42,8 @@ def parse(fields: Fields) -> common.Config:
         head_dim=256,
         max_position_embeddings=32768,
     )
-    refuse(fields, hidden_act="silu", attention_bias=False, attn_output_gate=True, use_sliding_window=False)
-    refuse(fields, mtp_use_dedicated_embeddings=False)
+    refuse(fields, hidden_act="silu", attention_bias=False, attn_output_gate=True)
+    refuse(fields, use_sliding_window=False, mtp_use_dedicated_embeddings=False, output_gate_type="swish")
     fields.get("mamba_ssm_dtype")  # States are float32
     num_layers = sizes["num_layers"]
     delta_layers = _delta_layers(fields, num_layers)
