@@ -34,11 +34,13 @@ class StartRows(NamedTuple):
 class PrefixStates:
     """The snapshots of the nodes of a tree, in rows of `pool`; `tier` has copies in host memory.
 
-    `num_found` requests began with one, and `num_recomputed_tokens` tokens whose pages were there were computed again.
+    `num_taken` nodes got one, `num_found` requests began with one, and `num_recomputed_tokens` tokens whose pages were
+    there were computed again.
     """
 
     def __init__(self, pool: StatePool, tier: HostTier, page_size: int) -> None:
         self.pool = pool
+        self.num_taken = 0
         self.num_found = 0
         self.num_recomputed_tokens = 0
         self._tier = tier
@@ -80,7 +82,8 @@ class PrefixStates:
             source = self.take()
             assert source is not None
             self._tier.load_state(base, source)
-            self.give(base, source)
+            self.pool.give(base, source)
+            self.pool.hold(base)
         own = self.take()
         if own is None:  # the snapshot has the only row; nothing else reads it in this plan
             self._tier.save_state(base)
@@ -100,18 +103,17 @@ class PrefixStates:
         return self.pool.take(self._save)
 
     def give(self, node: RadixNode, row: int) -> None:
-        """Give a node a row as its snapshot, which the plan being made writes."""
+        """Give a node that lacks a snapshot a row that a plan writes. The caller holds it if that is the current one."""
+        self.num_taken += 1
         self.pool.give(node, row)
-        self.pool.hold(node)
         self._tier.mark_added(node)
 
     def take_over(self, node: RadixNode | None, row: int) -> None:
-        """Give a row, written by earlier plans, to a node that lacks a snapshot; else free it."""
+        """Give a row to a node that lacks a snapshot; else free it."""
         if node is None or node.states[ON_DEVICE] is not None:
             self.pool.release(row)
         else:
-            self.pool.give(node, row)
-            self._tier.mark_added(node)
+            self.give(node, row)
         if node is not None:
             self.pool.use(node)
 

@@ -30,7 +30,6 @@ class StatePool:
 
     def __init__(self, num_states: int, place: int = ON_DEVICE) -> None:
         self.num_states = num_states
-        self.num_taken = 0
         self.num_evicted = 0
         self._place = place
         self._free = list(range(num_states - 1, -1, -1))
@@ -89,7 +88,6 @@ class StatePool:
         assert owner.states[self._place] is None
         owner.states[self._place] = row
         self._snapshots[row] = owner
-        self.num_taken += 1
 
     def use(self, owner: SnapshotOwner) -> None:
         """Record that the snapshot of `owner`, if it has one, was used."""

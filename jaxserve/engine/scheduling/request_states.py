@@ -59,6 +59,7 @@ class RequestStates:
         if row is None or node is None:
             return StateWrite(state.row) if start == state.started_at else None
         self._prefixes.give(node, row)
+        self._pool.hold(node)
         state.last_snapshot = border
         return StateWrite(state.row, row, border)
 
