@@ -64,11 +64,12 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
     `tokens` is None for a decode: its token is the slot's last one, which may be on the device only. If its length is
     not 1, draft tokens of the device follow, to be verified. While drafts of an earlier step are being verified,
     `start` is an upper bound: the device knows how many were accepted. `new_pages`, by KV group, are appended to the
-    slot's page tables before the chunk runs: as many in each group, for the same tokens. `logits` is the number of
+    slot's page tables before the chunk runs: as many in each group, for the same tokens; the last page is that of the
+    chunk's last token. `logits` is the number of
     trailing positions that need logits: 0 (more prefill follows), 1 (decode, end of prefill) or `length` (drafts to
     verify, log probabilities of the prompt). `sample` says whether a token is drawn after the last position. `target`
-    is the prompt token that follows the chunk, if log probabilities of the prompt are wanted. `state` says where the state
-    of the sequence is written, if not where it was before.
+    is the prompt token that follows the chunk, if log probabilities of the prompt are wanted. `state` says where the
+    state of the sequence is written, if not where it was before.
     """
 
     request_id: str
@@ -214,9 +215,9 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     tokens has another rotary embedding than a shorter one, from its first token on. Programs that draw within a
     grammar have at least `smallest_draw` rows. `vocab_size` is a multiple of the number of shards: it counts the
     model's token ids, and the padding of the last shards. With `num_stages` pipeline stages, as many steps compute at
-    once, each with decodes of its own. In a model that keeps a state for each sequence, a pool has `num_states` of them,
-    and a cached prefix can end at multiples of `state_unit` tokens; else both are 0. A step leaves a sequence with the
-    state at the last multiple of `state_block` tokens among those that it can't lose: `folded_tokens`.
+    once, each with decodes of its own. In a model that keeps a state for each sequence, a pool has `num_states` of
+    them, and a cached prefix can end at multiples of `state_unit` tokens; else both are 0. A step leaves a sequence
+    with the state at the last multiple of `state_block` tokens among those that it can't lose: `folded_tokens`.
     """
 
     num_slots: int

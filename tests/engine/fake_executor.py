@@ -5,8 +5,8 @@ now. So a wrong page, position, slot, order or token in a plan gives wrong token
 early shows too. Of a KV group with a window, it reads only what the queries of a step see, and mixes in what differs.
 Its state comes only from plans, and it checks each plan against `Capacity`. A sequence that starts with more tokens
 than `rotation_length` writes other values into its pages, which only such sequences may read. With pipeline stages,
-it also checks for which tokens they wait. A state is the values of the tokens that it was made of, so a step fails if it
-reads another row than that of its own tokens, or one that was written since.
+it also checks for which tokens they wait. A state is the values of the tokens that it was made of, so a step fails if
+it reads another row than that of its own tokens, or one that was written since.
 """
 
 from __future__ import annotations
@@ -315,8 +315,7 @@ class FakeExecutor:
                 assert self._slots[rank, chunk.slot].row == row, "a state is loaded and overwritten"
 
     def _fold(self, chunk: Chunk, seen: list[int], start: int) -> None:
-        """Bring the state of a chunk that begins at `start` to the last border of the tokens `seen`, which all stay, and
-        write its rows."""
+        """Write the rows of a chunk that begins at `start`, with the tokens `seen` so far, which all stay."""
         capacity = self.capacity
         slot, rows = self._slots[chunk.rank, chunk.slot], self._states[chunk.rank]
         tokens = [token + slot.rotation for token in seen]

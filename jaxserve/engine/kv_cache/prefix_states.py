@@ -1,8 +1,8 @@
 """The states of cached prefixes: from which node a request can go on, and which rows it reads and writes.
 
-In a model that keeps a state for each sequence, a prefix can be used only up to a node with a snapshot, on the device or
-in host memory. Pages that match further are used too, but their tokens are computed again for the state. This module
-works on the nodes of the tree, which the radix cache owns.
+In a model that keeps a state for each sequence, a request begins after the last node on its path that has a snapshot,
+on the device or in host memory. Pages that match further are used too, but their tokens are computed again for the
+state. This module works on the nodes of the tree, which the radix cache owns.
 """
 
 from __future__ import annotations
@@ -58,15 +58,17 @@ class PrefixStates:
         return self._page_size * sum(length for _, length in path[: self._num_known(path)])
 
     def before(self, node: RadixNode) -> tuple[RadixNode | None, int]:
-        """Return the last node with a state on the path to `node`, and how many tokens end there; None and 0 without."""
+        """Return the last node with a state on the path to `node` and how many tokens end there, or None and 0."""
         for one in path_to(node):
             if _has_state(one):
                 return one, self._page_size * sum(part.length for part in path_to(one))
         return None, 0
 
     def start(self, node: RadixNode, num_pages: int) -> tuple[StartRows, int]:
-        """Return the rows of a request that starts with the prefix of `num_pages` pages that ends at `node`, and for how
-        many of its tokens there is a state. A row must be available."""
+        """Return the rows of a request that starts with the prefix of `num_pages` pages that ends at `node`.
+
+        Also return for how many of its tokens there is a state. A row must be available.
+        """
         base, known = self.before(node)
         self.num_recomputed_tokens += num_pages * self._page_size - known
         if base is None:
@@ -103,7 +105,7 @@ class PrefixStates:
         return self.pool.take(self._save)
 
     def give(self, node: RadixNode, row: int) -> None:
-        """Give a node that lacks a snapshot a row that a plan writes. The caller holds it if that is the current one."""
+        """Give a node that lacks a snapshot a row, which the caller holds if the plan being made writes it."""
         self.num_taken += 1
         self.pool.give(node, row)
         self._tier.mark_added(node)
