@@ -1,8 +1,8 @@
 """The states of cached prefixes: from which node a request can go on, and which rows it reads and writes.
 
-In a model that keeps a state for each sequence, a prefix can be used only up to a node with a snapshot, on the device or
-in host memory. Pages that match further are used too, but their tokens are computed again for the state. This module
-works on the nodes of the tree, which the radix cache owns.
+In a model that keeps a state for each sequence, a request begins after the last node on its path that has a snapshot,
+on the device or in host memory. Pages that match further are used too, but their tokens are computed again for the
+state. This module works on the nodes of the tree, which the radix cache owns.
 """
 
 from __future__ import annotations
@@ -34,11 +34,13 @@ class StartRows(NamedTuple):
 class PrefixStates:
     """The snapshots of the nodes of a tree, in rows of `pool`; `tier` has copies in host memory.
 
-    `num_found` requests began with one, and `num_recomputed_tokens` tokens whose pages were there were computed again.
+    `num_taken` nodes got one, `num_found` requests began with one, and `num_recomputed_tokens` tokens whose pages were
+    there were computed again.
     """
 
     def __init__(self, pool: StatePool, tier: HostTier, page_size: int) -> None:
         self.pool = pool
+        self.num_taken = 0
         self.num_found = 0
         self.num_recomputed_tokens = 0
         self._tier = tier
@@ -56,15 +58,17 @@ class PrefixStates:
         return self._page_size * sum(length for _, length in path[: self._num_known(path)])
 
     def before(self, node: RadixNode) -> tuple[RadixNode | None, int]:
-        """Return the last node with a state on the path to `node`, and how many tokens end there; None and 0 without."""
+        """Return the last node with a state on the path to `node` and how many tokens end there, or None and 0."""
         for one in path_to(node):
             if _has_state(one):
                 return one, self._page_size * sum(part.length for part in path_to(one))
         return None, 0
 
     def start(self, node: RadixNode, num_pages: int) -> tuple[StartRows, int]:
-        """Return the rows of a request that starts with the prefix of `num_pages` pages that ends at `node`, and for how
-        many of its tokens there is a state. A row must be available."""
+        """Return the rows of a request that starts with the prefix of `num_pages` pages that ends at `node`.
+
+        Also return for how many of its tokens there is a state. A row must be available.
+        """
         base, known = self.before(node)
         self.num_recomputed_tokens += num_pages * self._page_size - known
         if base is None:
@@ -80,7 +84,8 @@ class PrefixStates:
             source = self.take()
             assert source is not None
             self._tier.load_state(base, source)
-            self.give(base, source)
+            self.pool.give(base, source)
+            self.pool.hold(base)
         own = self.take()
         if own is None:  # the snapshot has the only row; nothing else reads it in this plan
             self._tier.save_state(base)
@@ -100,18 +105,17 @@ class PrefixStates:
         return self.pool.take(self._save)
 
     def give(self, node: RadixNode, row: int) -> None:
-        """Give a node a row as its snapshot, which the plan being made writes."""
+        """Give a node that lacks a snapshot a row, which the caller holds if the plan being made writes it."""
+        self.num_taken += 1
         self.pool.give(node, row)
-        self.pool.hold(node)
         self._tier.mark_added(node)
 
     def take_over(self, node: RadixNode | None, row: int) -> None:
-        """Give a row, written by earlier plans, to a node that lacks a snapshot; else free it."""
+        """Give a row to a node that lacks a snapshot; else free it."""
         if node is None or node.states[ON_DEVICE] is not None:
             self.pool.release(row)
         else:
-            self.pool.give(node, row)
-            self._tier.mark_added(node)
+            self.give(node, row)
         if node is not None:
             self.pool.use(node)
 

@@ -25,8 +25,9 @@ from jaxserve.engine.kv_cache.window_pages import WindowPages, WindowRun
 class RadixCache:
     """The cached prefixes over the pages of `pool`, and of `windows` for KV groups with a window.
 
-    With `states`, the rows of a model that keeps a state for each sequence, there are no windows. When `disabled`, it holds only roots, so nothing is found or kept. Without a `tier`, evicted pages are lost.
-    The tier's recorder, if there is one, learns which pages can be found.
+    A model that keeps a state for each sequence has `states`, and no windows. When `disabled`, it holds only roots, so
+    nothing is found or kept. Without a `tier`, evicted pages are lost. The tier's recorder, if there is one, learns
+    which pages can be found.
     """
 
     def __init__(

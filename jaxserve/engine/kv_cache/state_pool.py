@@ -1,8 +1,8 @@
 """The rows of a pool of states: which are free, which belong to running requests, and which are snapshots.
 
-A row has the state of one sequence after some of its tokens. A snapshot belongs to a node of the prefix tree, and is the
-state at the end of that node; or a running request keeps it until it stops. This module knows neither tokens nor
-memory. The pool of the device and that of copies in host memory are both of this kind.
+A row has the state of one sequence after some of its tokens. A snapshot belongs to a node of the prefix tree, and has
+the state at its end; or a running request keeps it until it stops. This module knows neither tokens nor memory. The
+pool of the device and that of copies in host memory are both of this kind.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ class StatePool:
 
     def __init__(self, num_states: int, place: int = ON_DEVICE) -> None:
         self.num_states = num_states
-        self.num_taken = 0
         self.num_evicted = 0
         self._place = place
         self._free = list(range(num_states - 1, -1, -1))
@@ -89,7 +88,6 @@ class StatePool:
         assert owner.states[self._place] is None
         owner.states[self._place] = row
         self._snapshots[row] = owner
-        self.num_taken += 1
 
     def use(self, owner: SnapshotOwner) -> None:
         """Record that the snapshot of `owner`, if it has one, was used."""
@@ -112,7 +110,7 @@ class StatePool:
             self._snapshots[row] = owner
 
     def check(self, rows: Iterable[int], owners: Iterable[SnapshotOwner]) -> list[str]:
-        """Return the inconsistencies found, as sentences; `rows` belong to requests, and `owners` may have snapshots."""
+        """Return the inconsistencies found, as sentences; `rows` are those of requests, `owners` may have snapshots."""
         snapshots = {row: owner for owner in owners if (row := owner.states[self._place]) is not None}
         counts = Counter([*self._free, *rows, *snapshots])
         problems = [

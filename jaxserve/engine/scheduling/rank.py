@@ -9,7 +9,7 @@ Ownership: a running request owns a slot and pages, and has locked the cached pr
 go to the cache as soon as the step that writes them is planned, whole pages of its output when it stops running. The
 request frees everything when it ends, when it is retracted, or when its last token is planned and the next step is
 made: steps run in order, so the next owner's step runs after it. Pages of a KV group with a window are freed as soon as
-no later query of the request sees them. `request_states` does the same for rows of states.
+no later query of the request sees them. `request_states` decides about rows of states.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Rank:
     """The slots, pages, cache and running requests of one rank.
 
     Each request is in exactly one of the dictionaries `prefilling` (some fill tokens are unplanned), `decoding`, and
-    `finishing` (its last token is planned), by id and in the order of entry. `states` are the rows of a model that keeps
-    a state for each sequence.
+    `finishing` (its last token is planned), by id and in the order of entry. `states` is None unless the model keeps a
+    state for each sequence.
     """
 
     def __init__(

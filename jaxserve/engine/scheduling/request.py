@@ -29,9 +29,9 @@ class Phase(enum.Enum):
 class RequestState:
     """The `row` of a running request in a model with states, and the border at which its state is.
 
-    After the last planned step, `certain` tokens can't be rejected, or up to `unsure` fewer: drafts of steps before that
-    one. The prompt has snapshots `due` at these borders, the last one taken was at `last_snapshot`. `states` has the row
-    of a snapshot that the request keeps until it stops.
+    After the last planned step, `certain` tokens can't be rejected, or up to `unsure` fewer: drafts of steps before it.
+    Snapshots of the prompt are `due` at these borders. The last one was taken at `last_snapshot`, or the request
+    `started_at` it. `states` has the row of a snapshot that the request keeps until it stops.
     """
 
     __slots__ = ("certain", "due", "last_snapshot", "row", "started_at", "states", "unsure")
@@ -53,7 +53,7 @@ class RequestState:
         return [border for border in self.due if start < border <= end]
 
     def commit_drafts(self, count: int, accepted: int) -> None:
-        """Count the drafts of the oldest step in flight, which doesn't move the border if it is the last one planned."""
+        """Count the drafts of the oldest step in flight; those of the last one planned were never certain."""
         if self.unsure:
             self.unsure -= count
             self.certain -= count - accepted

@@ -1,9 +1,9 @@
 """The rows of states of the running requests of a rank, in a model that keeps a state for each sequence.
 
 A request owns a row from its start on. The device leaves there the state at the last border of its certain tokens
-(`Capacity.folded_tokens`). Other rows become snapshots, from which later requests go on: at the end of a prompt, where it
-branches off from another one, now and then in a long one, and where a request stops. This module decides which rows a
-chunk writes. The tree owns the snapshots.
+(`Capacity.folded_tokens`). Other rows become snapshots, from which later requests go on: at the end of a prompt, where
+it branches off from another one, now and then in a long one, and where a request stops. This module decides which rows
+a chunk writes. The tree owns the snapshots.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class RequestStates:
         return rows.source, known
 
     def write_prompt(self, request: Request, start: int) -> StateWrite | None:
-        """Plan what the chunk writes that computes fill tokens from `start` on, whose pages were handed to the cache."""
+        """Plan what a chunk of fill tokens from `start` on writes; its pages were handed to the cache."""
         state, end = request.state, request.num_planned_tokens
         assert state is not None
         state.certain = end
@@ -59,13 +59,14 @@ class RequestStates:
         if row is None or node is None:
             return StateWrite(state.row) if start == state.started_at else None
         self._prefixes.give(node, row)
+        self._pool.hold(node)
         state.last_snapshot = border
         return StateWrite(state.row, row, border)
 
     def write_output(self, request: Request, num_tokens: int) -> StateWrite | None:
         """Plan what the step writes after which a request has at most `num_tokens` certain tokens.
 
-        If prefixes end at fewer places than states do, the request keeps the row of the last one, as the state moves on.
+        If prefixes end at fewer borders than states, the request keeps the row of the last one when its state moves on.
         """
         state, unit = request.state, self._unit
         assert state is not None

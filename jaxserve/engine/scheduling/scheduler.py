@@ -53,11 +53,12 @@ class Scheduler:
     On each rank, a step has at most `max_num_batched_tokens` tokens, of which at most `chunked_prefill_size` and at
     most `max_prefill_tokens` belong to prompts. Requests beyond `limits` are refused. `random_seed` determines the
     seeds of requests without one. Each rank keeps pages evicted from its prefix cache in `num_host_pages` pages of host
-    memory, by KV group (none if empty), and states in `num_host_states` rows. With `record_cache_events` it records what
-    can be found in it. Long prompts leave a snapshot of their state every `state_snapshot_interval` tokens, if it isn't 0. Without
-    `grammars`, requests that have one are rejected. With pipeline stages and without `overlap`, no request has two
-    steps in flight; with one stage, that is the caller's choice. `clock` returns seconds and measures queue time.
-    Raises `ConfigError` if a limit is so low that nothing could ever run.
+    memory, by KV group (none if empty), and states in `num_host_states` rows. With `record_cache_events` it records
+    what can be found in it. In a model that keeps a state for each sequence, long prompts leave a snapshot every
+    `state_snapshot_interval` tokens, unless that is 0. Without `grammars`, requests that have one are rejected. With
+    pipeline stages and without `overlap`, no request has two steps in flight; with one stage, that is the caller's
+    choice. `clock` returns seconds and measures queue time. Raises `ConfigError` if a limit is so low that nothing
+    could ever run.
     """
 
     def __init__(
