@@ -58,12 +58,12 @@ ORDER_INSIDE = {
     "jaxserve.config": "mappings nearest pipeline processes speculation threads | foreign_forms kv_events ranges | "
                        "aliases schema | data_parallel settings | load | explain",
     "jaxserve.engine": "kv_cache multihost speculation | scheduling | core | process | client",
-    "jaxserve.layers": "axes batch exchange | linear norm rope vocabulary | attention embedding mlp | "
+    "jaxserve.layers": "axes batch exchange | linear norm rope vocabulary | attention delta_net embedding mlp | "
                        "latent_attention mixture",
     "jaxserve.model_source": "builtin fields gguf_architectures | gguf_metadata | gguf_config | source",
-    "jaxserve.models": "config dtypes read_fields rope | layout | parameters | decoder | gemma llama | "
+    "jaxserve.models": "config dtypes read_fields rope | layout | parameters | decoder other_attention | gemma llama | "
                        "cohere glm granite ministral3 mixtures olmo phi3 seed_oss smollm3 starcoder2 | "
-                       "draft_heads exaone4 gemma4 | registry",
+                       "draft_heads exaone4 gemma4 qwen3_next | registry",
     "jaxserve.observability": "acceptance stage_times throughput timeline turnover | engine_metrics log | "
                               "metrics sample | tuning_advice | draft_rules stage_rules | tuning_rules",
     "jaxserve.quant": "stored | checkpoint | choice | transform",
@@ -73,14 +73,15 @@ ORDER_INSIDE = {
         "admin anthropic openai sglang | app | lifecycle | api_processes | serve",
     "jaxserve.text": "prompt_forms stop_regex tokenizers | detokenizer grammars requests stop_strings | "
                      "answers output | template_tools | chat_template | template_process",
-    "jaxserve.weights": "arrays gguf_blocks mismatch parts scales source | dummy finite hf kv_scales manifest | "
-                        "gguf orbax orbax_write quantized | convert load | open",
+    "jaxserve.weights": "arrays gguf_blocks mismatch parts scales source stacked_experts | "
+                        "dummy finite hf kv_scales manifest | gguf orbax orbax_write quantized | convert load | open",
     "pallas_kernels": "cpu gpu_code target | dispatch tuning | "
-                      "activation ngram_lookup normalization paged_attention quantized_matmul sampling | "
+                      "activation gated_delta ngram_lookup normalization paged_attention quantized_matmul sampling | "
                       "grouped_matmul | expert_routing | tune",
     "pallas_kernels.activation": "cpu | api",
     "pallas_kernels.cpu": "types | emit | ffi maths tile_registers | compile",
     "pallas_kernels.expert_routing": "cpu routing | reference | api triton",
+    "pallas_kernels.gated_delta": "layout problem | arguments backends | api cpu reference",
     "pallas_kernels.gpu_code": "wire | cubin riegeli | executable",
     "pallas_kernels.grouped_matmul": "gate groups tuning | epilogue | backends cpu mosaic_tpu reference triton | "
                                      "api mosaic_gpu",

@@ -7,7 +7,6 @@ rows of the pool that are no source, other layers, other slots, and entries of a
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -155,7 +154,8 @@ def make_batch(case: Case) -> Batch:
     free_rows, free_slots = (rng.permutation(count).tolist() for count in (num_states, num_slots))
     count = sum(one.new for one in case.sequences)
     total = case.num_rows if case.decode_only else case.num_tokens
-    assert count <= total and len(case.sequences) <= case.num_rows, case.name
+    assert count <= total, case.name
+    assert len(case.sequences) <= case.num_rows, case.name
     padding = total - count
     products, gates, histories, named = [], [], [], []
     for one in case.sequences:

@@ -37,7 +37,7 @@ class History:
 def history(
     products: np.ndarray, gates: np.ndarray, conv: np.ndarray, rate: np.ndarray, bias: np.ndarray, layout: DeltaLayout
 ) -> History:
-    """Compute a whole sequence from its first token on: products `[tokens, key_heads, width]`, gates `[..., 2, group]`."""
+    """Compute a whole sequence of products `[tokens, key_heads, width]` and gates `[tokens, key_heads, 2, group]`."""
     tokens, key_dim, group = len(products), layout.key_dim, layout.group
     padded = np.concatenate([np.zeros((layout.taps - 1, *products.shape[1:])), products.astype(np.float64)])
     mixed = sum(padded[tap : tap + tokens] * conv[:, :, tap].astype(np.float64) for tap in range(layout.taps))

@@ -48,7 +48,7 @@ def _marks(case: Case, backend: BackendName) -> list[pytest.MarkDecorator]:
 
 PAIRS = [
     pytest.param(case, backend, marks=_marks(case, backend))
-    for case, backend in itertools.product(CASES, ("reference",))
+    for case, backend in itertools.product(CASES, ("reference", "cpu"))
 ]
 
 
