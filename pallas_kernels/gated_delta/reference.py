@@ -61,7 +61,7 @@ def gated_delta(
         jnp.zeros(prepared.v.shape, jnp.float32),
     )
     end = lax.fori_loop(0, rows.num_seqs, lambda r, carry: _row(r, carry, prepared, rows), begin)
-    tails, inputs = _keep_inputs(tails, inputs, products, rows)
+    tails, inputs = keep_inputs(tails, inputs, products, rows)
     new = end.recurrent, tails, end.keys[:, ::group], end.deltas, end.decays, inputs
     updated = [
         lax.dynamic_update_index_in_dim(whole, one, layer, 0) for whole, one in zip(jax.tree.leaves(states), new)
@@ -136,7 +136,7 @@ def writes_target(rows: DeltaRows) -> Bool[Array, " rows"]:
     return live & (after > 0) & ((after != rows.folded) | (rows.targets != rows.sources))
 
 
-def _keep_inputs(
+def keep_inputs(
     tails: Float[Array, "states key_heads taps_before width"],
     inputs: Float[Array, "slots key_heads recent width"],
     products: Float[Array, "tokens key_heads width"],

@@ -17,6 +17,7 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from pallas_kernels.gated_delta.layout import BLOCK
+from pallas_kernels.gated_delta.inverse import inverse
 from pallas_kernels.gated_delta.triton.tiles import (
     Facts,
     Place,
@@ -39,8 +40,6 @@ from pallas_kernels.gated_delta.triton.tiles import (
 
 # Tokens of a program of the convolution, and the most channels.
 _TOKENS, _CHANNELS = 16, 128
-# Of a block of this size, the inverse is a short product.
-_LEAST = 8
 
 
 class _Old(NamedTuple):
@@ -263,7 +262,7 @@ class _ChunkRow(NamedTuple):
         read = jnp.exp(tile.totals)[:, None] * dot(tile.keys, state, facts)
         wanted = jnp.where(tile.old[:, None], known, beta[:, None] * (values - read))
         of_earlier = beta[:, None] * self._decayed(tile, dot(tile.keys, tile.keys.T, facts), own=False)
-        return dot(_inverse(of_earlier, facts), wanted, facts)
+        return dot(inverse(of_earlier, functools.partial(dot, facts=facts)), wanted, facts)
 
     def _decayed(self, tile: _Tile, scores: Float32[Array, "chunk chunk"], *, own: bool) -> Array:
         """Return the scores of earlier tokens, and of a token's `own` key, times the decay since then."""
@@ -304,29 +303,3 @@ class _ChunkRow(NamedTuple):
             store(states.deltas, at.head, at.column, deltas, True)
             store(states.keys, at.key_head, lane, tile.keys, at.writes_keys)
             plgpu.store(states.decays.at[at.layer, at.slot, at.head, entry], totals, mask=kept & (at.part == 0))
-
-
-def _inverse(below: Float32[Array, "n n"], facts: Facts) -> Float32[Array, "n n"]:
-    """Return the inverse of 1 + `below`, which is zero on and above the diagonal.
-
-    The inverse of small blocks on the diagonal is a product of powers. Those of blocks of twice the size follow from
-    it, until there is one block. Powers of larger blocks would be large, and their sums inaccurate.
-    """
-    size = below.shape[0]
-    row, column = lax.broadcasted_iota(jnp.int32, below.shape, 0), lax.broadcasted_iota(jnp.int32, below.shape, 1)
-
-    def same(block: int) -> Array:
-        return lax.div(row, block) == lax.div(column, block)
-
-    one = jnp.where(row == column, 1.0, 0.0)
-    power = jnp.where(same(_LEAST), below, 0.0)
-    inverse = one - power
-    for _ in range(2):
-        power = dot(power, power, facts)
-        inverse = dot(inverse, one + power, facts)
-    block = _LEAST
-    while block < size:
-        across = jnp.where(same(2 * block) & ~same(block), below, 0.0)
-        inverse = inverse - dot(dot(inverse, across, facts), inverse, facts)
-        block *= 2
-    return inverse

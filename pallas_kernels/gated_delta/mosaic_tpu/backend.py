@@ -1,0 +1,132 @@
+"""The TPU backend: XLA convolves and sorts tokens into blocks, a kernel updates states (`kernel.py`)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int
+
+from pallas_kernels.dispatch import Backend
+from pallas_kernels.gated_delta.arguments import DeltaRows, DeltaWeights
+from pallas_kernels.gated_delta.layout import BLOCK, DeltaStates
+from pallas_kernels.gated_delta.mosaic_tpu.blocks import Blocks, list_blocks
+from pallas_kernels.gated_delta.mosaic_tpu.kernel import BlockTokens, Heads, Pools, compute_blocks
+from pallas_kernels.gated_delta.problem import DeltaProblem
+from pallas_kernels.gated_delta.reference import Prepared, keep_inputs, prepare, token_places
+from pallas_kernels.target import KernelTarget
+
+DTYPES = ("float32", "bfloat16")
+LANES = 128
+
+_VMEM_LIMIT = 96 * 2**20
+# Of the states of a row, the kernel has two that are read ahead, the current one and a copy.
+_STATE_BYTES = _VMEM_LIMIT // 8
+
+
+def refusal(problem: DeltaProblem, target: KernelTarget) -> str | None:
+    """Return what isn't supported (dtype, size or number of heads), or None."""
+    if problem.dtype.name not in DTYPES:
+        return f"mosaic_tpu computes gated delta nets in {' and '.join(DTYPES)}, not in {problem.dtype.name}"
+    for name, dim in (("keys", problem.key_dim), ("values", problem.value_dim)):
+        if dim % LANES:
+            return f"mosaic_tpu takes {name} of a multiple of {LANES} numbers, not of {dim}"
+    size = problem.value_heads * problem.key_dim * problem.value_dim * 4
+    if size > _STATE_BYTES:
+        return (
+            f"mosaic_tpu takes states of up to {_STATE_BYTES // 2**20} MiB, and {problem.value_heads} heads take "
+            f"{size // 2**20}: split the heads among more devices"
+        )
+    return None
+
+
+def gated_delta(
+    products: Float[Array, "tokens key_heads width"],
+    gates: Float[Array, "tokens key_heads two group"],
+    weights: DeltaWeights,
+    states: DeltaStates,
+    layer: int | Int[Array, ""],
+    rows: DeltaRows,
+    backend: Backend,
+) -> tuple[Float[Array, "tokens value_heads value_dim"], DeltaStates]:
+    """Compute `api.gated_delta`."""
+    layers, _, value_heads, key_dim, value_dim = states.recurrent.shape
+    num_slots, key_heads, ring = states.keys.shape[1:4]
+    heads = Heads(key_heads, value_heads // key_heads, key_dim, value_dim)
+    flat = jax.tree.map(lambda x: x.reshape(1, -1, *x.shape[2:]), states)
+    rows = _of_layer(rows, layer * states.num_states, layer * num_slots)
+    prepared = prepare(products, gates, weights, flat, 0, rows)
+    blocks = list_blocks(rows, len(products), ring)
+    decays = flat.decays[0]
+    totals = _totals(blocks, prepared, decays)
+    new = blocks.new[:, None, :, None]
+
+    def in_blocks(x: Array) -> Array:
+        return jnp.where(new, jnp.swapaxes(x[blocks.token], 1, 2), 0)
+
+    beta = in_blocks(prepared.beta[:, :, None])
+    tokens = BlockTokens(
+        q=in_blocks(prepared.q[:, :: heads.group]),
+        k=in_blocks(prepared.k[:, :: heads.group]),
+        v=in_blocks(prepared.v.astype(products.dtype)),
+        factors=jnp.concatenate([beta, totals[:, :, :, None]], axis=3),
+    )
+    pools = Pools(flat.recurrent[0], flat.keys[0], flat.deltas[0])
+    out, pools = compute_blocks(
+        blocks.count, blocks.facts, tokens, pools, heads, vmem_limit=_VMEM_LIMIT, interpret=backend.interpret
+    )
+    row, position = token_places(rows, len(products))
+    block, within = _place(blocks, rows, row, position)
+    tails, inputs = keep_inputs(flat.tails[0], flat.inputs[0], products, rows)
+    updated = pools.recurrent, tails, pools.keys, pools.deltas, _keep_decays(decays, totals, blocks, rows), inputs
+    updated = (new.reshape(old.shape) for new, old in zip(updated, jax.tree.leaves(states), strict=True))
+    return out[block, :, within], DeltaStates(*updated)
+
+
+def _of_layer(rows: DeltaRows, first_state: int | Array, first_slot: int | Array) -> DeltaRows:
+    """Return the rows with states and slots that count those of all layers."""
+    snapshots = jnp.where(rows.snapshots < 0, rows.snapshots, rows.snapshots + first_state)
+    sources, targets = rows.sources + first_state, rows.targets + first_state
+    return dataclasses.replace(
+        rows, slots=rows.slots + first_slot, sources=sources, targets=targets, snapshots=snapshots
+    )
+
+
+def _totals(
+    blocks: Blocks, prepared: Prepared, decays: Float32[Array, "slots value_heads ring"]
+) -> Float32[Array, "blocks value_heads block"]:
+    """Return the decays of each token, summed from its block on."""
+    entry = blocks.position % decays.shape[2]
+    known = jnp.swapaxes(decays[blocks.facts.slot[:, None], :, entry], 1, 2)
+    index, old = jnp.arange(BLOCK), blocks.facts.old[:, None, None]
+    last = jnp.sum(jnp.where(index == old - 1, known, 0), axis=2, keepdims=True)
+    decay = jnp.where(blocks.new[:, None], jnp.swapaxes(prepared.decay[blocks.token], 1, 2), 0)
+    return jnp.where(index < old, known, last + jnp.cumsum(decay, axis=2))
+
+
+def _place(
+    blocks: Blocks, rows: DeltaRows, row: Int[Array, "*some"], position: Int[Array, "*some"]
+) -> tuple[Int[Array, "*some"], Int[Array, "*some"]]:
+    """Return in which block a token of a row is, and where in it."""
+    block = blocks.starts[row] + (position - rows.folded[row]) // BLOCK
+    return jnp.clip(block, 0, len(blocks.row) - 1), position % BLOCK
+
+
+def _keep_decays(
+    decays: Float32[Array, "slots value_heads ring"],
+    totals: Float32[Array, "blocks value_heads block"],
+    blocks: Blocks,
+    rows: DeltaRows,
+) -> Float32[Array, "slots value_heads ring"]:
+    """Return the decays with those of new tokens that the state doesn't have."""
+    ring, row = decays.shape[2], jnp.arange(len(rows.lens))[:, None]
+    ends = (rows.lens + rows.query_starts[1:] - rows.query_starts[:-1])[:, None]
+    after = rows.folded_after[:, None]
+    # The token of each entry from the border on.
+    position = after + (jnp.arange(ring) - after) % ring
+    kept = (position >= rows.lens[:, None]) & (position < ends)
+    block, within = _place(blocks, rows, jnp.broadcast_to(row, position.shape), position)
+    found = jnp.where(kept[:, None], jnp.swapaxes(totals[block, :, within], 1, 2), decays[rows.slots])
+    live = jnp.arange(len(rows.lens)) < rows.num_seqs
+    return decays.at[jnp.where(live, rows.slots, len(decays))].set(found, mode="drop")
