@@ -61,7 +61,7 @@ def gated_delta(
         jnp.zeros(prepared.v.shape, jnp.float32),
     )
     end = lax.fori_loop(0, rows.num_seqs, lambda r, carry: _row(r, carry, prepared, rows), begin)
-    tails, inputs = keep_inputs(tails, inputs, products, rows)
+    tails, inputs = keep_tails(tails, inputs, products, rows), keep_inputs(inputs, products, rows)
     new = end.recurrent, tails, end.keys[:, ::group], end.deltas, end.decays, inputs
     updated = [
         lax.dynamic_update_index_in_dim(whole, one, layer, 0) for whole, one in zip(jax.tree.leaves(states), new)
@@ -136,13 +136,13 @@ def writes_target(rows: DeltaRows) -> Bool[Array, " rows"]:
     return live & (after > 0) & ((after != rows.folded) | (rows.targets != rows.sources))
 
 
-def keep_inputs(
+def keep_tails(
     tails: Float[Array, "states key_heads taps_before width"],
     inputs: Float[Array, "slots key_heads recent width"],
     products: Float[Array, "tokens key_heads width"],
     rows: DeltaRows,
-) -> tuple[Array, Array]:
-    """Return the inputs of the convolution that are kept after the step: before borders, and by slot."""
+) -> Float[Array, "states key_heads taps_before width"]:
+    """Return the inputs of the convolution before borders, those at which a state is kept replaced."""
     row = jnp.arange(len(rows.lens), dtype=jnp.int32)
     new_tails = tails
     for wanted, border, to in (
@@ -153,12 +153,24 @@ def keep_inputs(
         found = inputs_at(jnp.broadcast_to(row[:, None], at.shape), at, products, tails, inputs, rows)
         to = jnp.where(wanted, to, len(tails))
         new_tails = new_tails.at[to].set(jnp.moveaxis(found, 1, 2), mode="drop")
-    token_row, position = token_places(rows, len(products))
-    last = rows.lens + rows.query_starts[1:] - rows.query_starts[:-1]
-    live = jnp.arange(len(products)) < rows.query_starts[rows.num_seqs]
-    live &= position >= last[token_row] - inputs.shape[2]
-    slots = jnp.where(live, rows.slots[token_row], len(inputs))
-    return new_tails, inputs.at[slots, :, position % inputs.shape[2]].set(products, mode="drop")
+    return new_tails
+
+
+def keep_inputs(
+    inputs: Float[Array, "slots key_heads recent width"],
+    products: Float[Array, "tokens key_heads width"],
+    rows: DeltaRows,
+) -> Float[Array, "slots key_heads recent width"]:
+    """Return the inputs of the convolution by slot, those of the last new tokens replaced."""
+    recent, live = inputs.shape[2], jnp.arange(len(rows.lens)) < rows.num_seqs
+    ends = (rows.lens + rows.query_starts[1:] - rows.query_starts[:-1])[:, None]
+    # Whole slots are written: scattered entries would change the layout of the array on a TPU, and so copy it.
+    position = ends - recent + (jnp.arange(recent, dtype=jnp.int32) - ends) % recent
+    token = rows.query_starts[:-1, None] + position - rows.lens[:, None]
+    found = jnp.moveaxis(products.at[token].get(mode="clip"), 1, 2)
+    new = (position >= rows.lens[:, None])[:, None, :, None]
+    found = jnp.where(new, found, inputs.at[rows.slots].get(mode="clip"))
+    return inputs.at[jnp.where(live, rows.slots, len(inputs))].set(found, mode="drop")
 
 
 def _row(r: Int[Array, ""], carry: _Carry, prepared: Prepared, rows: DeltaRows) -> _Carry:

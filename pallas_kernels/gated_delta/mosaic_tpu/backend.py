@@ -14,7 +14,7 @@ from pallas_kernels.gated_delta.layout import BLOCK, DeltaStates
 from pallas_kernels.gated_delta.mosaic_tpu.blocks import Blocks, list_blocks
 from pallas_kernels.gated_delta.mosaic_tpu.kernel import BlockTokens, Heads, Pools, compute_blocks
 from pallas_kernels.gated_delta.problem import DeltaProblem
-from pallas_kernels.gated_delta.reference import Prepared, keep_inputs, prepare, token_places
+from pallas_kernels.gated_delta.reference import Prepared, keep_inputs, keep_tails, prepare, token_places
 from pallas_kernels.target import KernelTarget
 
 DTYPES = ("float32", "bfloat16")
@@ -78,7 +78,8 @@ def gated_delta(
     )
     row, position = token_places(rows, len(products))
     block, within = _place(blocks, rows, row, position)
-    tails, inputs = keep_inputs(flat.tails[0], flat.inputs[0], products, rows)
+    tails = keep_tails(flat.tails[0], flat.inputs[0], products, rows)
+    inputs = keep_inputs(flat.inputs[0], products, rows)
     updated = pools.recurrent, tails, pools.keys, pools.deltas, _keep_decays(decays, totals, blocks, rows), inputs
     updated = (new.reshape(old.shape) for new, old in zip(updated, jax.tree.leaves(states), strict=True))
     return out[block, :, within], DeltaStates(*updated)
