@@ -12,6 +12,7 @@ from pallas_kernels.dispatch import Backend
 from pallas_kernels.gated_delta.arguments import DeltaRows, DeltaWeights
 from pallas_kernels.gated_delta.layout import BLOCK, DeltaStates
 from pallas_kernels.gated_delta.mosaic_tpu.blocks import Blocks, list_blocks
+from pallas_kernels.gated_delta.mosaic_tpu.decode import compute_decodes, factors_of, max_ring
 from pallas_kernels.gated_delta.mosaic_tpu.kernel import BlockTokens, Heads, Pools, compute_blocks
 from pallas_kernels.gated_delta.problem import DeltaProblem
 from pallas_kernels.gated_delta.reference import Prepared, keep_inputs, keep_tails, prepare, token_places
@@ -57,8 +58,38 @@ def gated_delta(
     flat = jax.tree.map(lambda x: x.reshape(1, -1, *x.shape[2:]), states)
     rows = _of_layer(rows, layer * states.num_states, layer * num_slots)
     prepared = prepare(products, gates, weights, flat, 0, rows)
-    blocks = list_blocks(rows, len(products), ring)
+    pools = Pools(flat.recurrent[0], flat.keys[0], flat.deltas[0])
+    if rows.decode_only and ring <= max_ring(LANES):
+        out, pools, decays = _decode(prepared, flat, pools, rows, heads, backend)
+    else:
+        out, pools, decays = _chunks(prepared, flat, pools, rows, heads, backend)
+    tails = keep_tails(flat.tails[0], flat.inputs[0], products, rows)
+    inputs = keep_inputs(flat.inputs[0], products, rows)
+    new = pools.recurrent, tails, pools.keys, pools.deltas, decays, inputs
+    updated = (x.reshape(old.shape) for x, old in zip(new, jax.tree.leaves(states), strict=True))
+    return out.astype(products.dtype), DeltaStates(*updated)
+
+
+def _decode(
+    prepared: Prepared, flat: DeltaStates, pools: Pools, rows: DeltaRows, heads: Heads, backend: Backend
+) -> tuple[Float32[Array, "rows value_heads value_dim"], Pools, Float32[Array, "slots value_heads ring"]]:
+    """Return the outputs of rows of one token, the pools, and the decays of the slots."""
     decays = flat.decays[0]
+    factors, known = factors_of(prepared.beta, prepared.decay, decays, rows)
+    q, k = (x[:, :: heads.group] for x in (prepared.q, prepared.k))
+    out, pools = compute_decodes(
+        q, k, prepared.v, factors, pools, rows, heads, vmem_limit=_VMEM_LIMIT, interpret=backend.interpret
+    )
+    live = jnp.arange(len(rows.lens)) < rows.num_seqs
+    return out, pools, decays.at[jnp.where(live, rows.slots, len(decays))].set(known, mode="drop")
+
+
+def _chunks(
+    prepared: Prepared, flat: DeltaStates, pools: Pools, rows: DeltaRows, heads: Heads, backend: Backend
+) -> tuple[Float32[Array, "tokens value_heads value_dim"], Pools, Float32[Array, "slots value_heads ring"]]:
+    """Return the outputs of rows of any number of tokens, the pools, and the decays of the slots."""
+    decays, tokens = flat.decays[0], len(prepared.q)
+    blocks = list_blocks(rows, tokens, decays.shape[2])
     totals = _totals(blocks, prepared, decays)
     new = blocks.new[:, None, :, None]
 
@@ -66,23 +97,17 @@ def gated_delta(
         return jnp.where(new, jnp.swapaxes(x[blocks.token], 1, 2), 0)
 
     beta = in_blocks(prepared.beta[:, :, None])
-    tokens = BlockTokens(
+    in_order = BlockTokens(
         q=in_blocks(prepared.q[:, :: heads.group]),
         k=in_blocks(prepared.k[:, :: heads.group]),
-        v=in_blocks(prepared.v.astype(products.dtype)),
+        v=in_blocks(prepared.v),
         factors=jnp.concatenate([beta, totals[:, :, :, None]], axis=3),
     )
-    pools = Pools(flat.recurrent[0], flat.keys[0], flat.deltas[0])
     out, pools = compute_blocks(
-        blocks.count, blocks.facts, tokens, pools, heads, vmem_limit=_VMEM_LIMIT, interpret=backend.interpret
+        blocks.count, blocks.facts, in_order, pools, heads, vmem_limit=_VMEM_LIMIT, interpret=backend.interpret
     )
-    row, position = token_places(rows, len(products))
-    block, within = _place(blocks, rows, row, position)
-    tails = keep_tails(flat.tails[0], flat.inputs[0], products, rows)
-    inputs = keep_inputs(flat.inputs[0], products, rows)
-    updated = pools.recurrent, tails, pools.keys, pools.deltas, _keep_decays(decays, totals, blocks, rows), inputs
-    updated = (new.reshape(old.shape) for new, old in zip(updated, jax.tree.leaves(states), strict=True))
-    return out[block, :, within], DeltaStates(*updated)
+    block, within = _place(blocks, rows, *token_places(rows, tokens))
+    return out[block, :, within], pools, _keep_decays(decays, totals, blocks, rows)
 
 
 def _of_layer(rows: DeltaRows, first_state: int | Array, first_slot: int | Array) -> DeltaRows:

@@ -161,15 +161,15 @@ def _head(
     along = jnp.sum(jnp.where(i == column, total, 0.0), axis=0, keepdims=True)
     weight = jnp.exp(jnp.where(i >= column, total - along, -jnp.inf))
     decay = jnp.exp(total)
-    of_keys = jnp.where(i > column, beta * weight * _dot(k, k.T), 0.0)
-    wanted = jnp.where(old, before.deltas[h], beta * (v - decay * _dot(k, state)))
-    delta = _dot(inverse(of_keys, _dot), wanted)
-    out[h] = (decay * _dot(q, state) + _dot(weight * _dot(q, k.T), delta)).astype(out.dtype)
+    of_keys = jnp.where(i > column, beta * weight * dot(k, k.T), 0.0)
+    wanted = jnp.where(old, before.deltas[h], beta * (v - decay * dot(k, state)))
+    delta = dot(inverse(of_keys, dot), wanted)
+    out[h] = (decay * dot(q, state) + dot(weight * dot(q, k.T), delta)).astype(out.dtype)
     last = total[BLOCK - 1 :]
-    scratch.state[h] = jnp.exp(last) * state + _dot((k * jnp.exp(last - total)).T, delta)
+    scratch.state[h] = jnp.exp(last) * state + dot((k * jnp.exp(last - total)).T, delta)
     scratch.keys[j] = k
     scratch.deltas[h] = delta
 
 
-def _dot(a: Float32[Array, "m k"], b: Float32[Array, "k n"]) -> Float32[Array, "m n"]:
+def dot(a: Float32[Array, "m k"], b: Float32[Array, "k n"]) -> Float32[Array, "m n"]:
     return jnp.dot(a, b, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
