@@ -61,7 +61,9 @@ def gated_delta(
         jnp.zeros(prepared.v.shape, jnp.float32),
     )
     end = lax.fori_loop(0, rows.num_seqs, lambda r, carry: _row(r, carry, prepared, rows), begin)
-    tails, inputs = keep_tails(tails, inputs, products, rows), keep_inputs(inputs, products, rows)
+    tails, last = keep_tails(tails, inputs, products, rows), last_inputs(inputs, products, rows)
+    slots = jnp.where(jnp.arange(len(rows.slots)) < rows.num_seqs, rows.slots, len(inputs))
+    inputs = inputs.at[slots].set(last, mode="drop")
     new = end.recurrent, tails, end.keys[:, ::group], end.deltas, end.decays, inputs
     updated = [
         lax.dynamic_update_index_in_dim(whole, one, layer, 0) for whole, one in zip(jax.tree.leaves(states), new)
@@ -156,21 +158,19 @@ def keep_tails(
     return new_tails
 
 
-def keep_inputs(
+def last_inputs(
     inputs: Float[Array, "slots key_heads recent width"],
     products: Float[Array, "tokens key_heads width"],
     rows: DeltaRows,
-) -> Float[Array, "slots key_heads recent width"]:
-    """Return the inputs of the convolution by slot, those of the last new tokens replaced."""
-    recent, live = inputs.shape[2], jnp.arange(len(rows.lens)) < rows.num_seqs
+) -> Float[Array, "rows key_heads recent width"]:
+    """Return the inputs of the convolution that the slot of each row has after the step."""
+    recent = inputs.shape[2]
     ends = (rows.lens + rows.query_starts[1:] - rows.query_starts[:-1])[:, None]
-    # Whole slots are written: scattered entries would change the layout of the array on a TPU, and so copy it.
     position = ends - recent + (jnp.arange(recent, dtype=jnp.int32) - ends) % recent
     token = rows.query_starts[:-1, None] + position - rows.lens[:, None]
     found = jnp.moveaxis(products.at[token].get(mode="clip"), 1, 2)
     new = (position >= rows.lens[:, None])[:, None, :, None]
-    found = jnp.where(new, found, inputs.at[rows.slots].get(mode="clip"))
-    return inputs.at[jnp.where(live, rows.slots, len(inputs))].set(found, mode="drop")
+    return jnp.where(new, found, inputs.at[rows.slots].get(mode="clip"))
 
 
 def _row(r: Int[Array, ""], carry: _Carry, prepared: Prepared, rows: DeltaRows) -> _Carry:

@@ -14,8 +14,9 @@ from pallas_kernels.gated_delta.layout import BLOCK, DeltaStates
 from pallas_kernels.gated_delta.mosaic_tpu.blocks import Blocks, list_blocks
 from pallas_kernels.gated_delta.mosaic_tpu.decode import compute_decodes, factors_of, max_ring
 from pallas_kernels.gated_delta.mosaic_tpu.kernel import BlockTokens, Heads, Pools, compute_blocks
+from pallas_kernels.gated_delta.mosaic_tpu.slots import write_slots
 from pallas_kernels.gated_delta.problem import DeltaProblem
-from pallas_kernels.gated_delta.reference import Prepared, keep_inputs, keep_tails, prepare, token_places
+from pallas_kernels.gated_delta.reference import Prepared, keep_tails, last_inputs, prepare, token_places
 from pallas_kernels.target import KernelTarget
 
 DTYPES = ("float32", "bfloat16")
@@ -64,7 +65,8 @@ def gated_delta(
     else:
         out, pools, decays = _chunks(prepared, flat, pools, rows, heads, backend)
     tails = keep_tails(flat.tails[0], flat.inputs[0], products, rows)
-    inputs = keep_inputs(flat.inputs[0], products, rows)
+    last = last_inputs(flat.inputs[0], products, rows)
+    inputs = write_slots(flat.inputs[0], last, rows.slots, rows.num_seqs, interpret=backend.interpret)
     new = pools.recurrent, tails, pools.keys, pools.deltas, decays, inputs
     updated = (x.reshape(old.shape) for x, old in zip(new, jax.tree.leaves(states), strict=True))
     return out.astype(products.dtype), DeltaStates(*updated)

@@ -22,9 +22,10 @@ from pallas_kernels.target import KernelTarget
 DTYPES = ("float32", "bfloat16", "float16")
 MAX_KEY_DIM = 256
 
-_DECODE_COLUMNS, _DECODE_WARPS = 64, 4
-_CHUNK_COLUMNS, _CHUNK_WARPS = 32, 4
-_CHUNK = 16
+# Columns of a program's values, and its warps. With these, no program spills registers on any target.
+_COLUMNS, _FEW_COLUMNS, _WARPS = 64, 32, 4
+# Streaming multiprocessors, if the target doesn't say how many: Hopper's; and how many programs each runs at once.
+_CORES, _AT_ONCE = 132, 2
 
 
 def refusal(problem: DeltaProblem, target: KernelTarget) -> str | None:
@@ -67,13 +68,20 @@ def gated_delta(
     arrays = StateRefs(*jax.tree.leaves(states))
     if few:
         assert queries is not None
-        facts = _facts(states, weights, _DECODE_COLUMNS, backend)
-        out, arrays = decode(new, arrays, of_rows, queries, facts, _DECODE_WARPS)
+        facts = _facts(states, weights, _decode_columns(states, len(rows.lens), backend.target), backend)
+        out, arrays = decode(new, arrays, of_rows, queries, facts, _WARPS)
     else:
-        facts = _facts(states, weights, _CHUNK_COLUMNS, backend)
+        facts = _facts(states, weights, _FEW_COLUMNS, backend)
         x = convolve(new, arrays, of_rows, token_places(rows, len(products)), facts)
-        out, arrays = chunks(x, new, arrays, of_rows, _CHUNK, facts, _CHUNK_WARPS)
+        out, arrays = chunks(x, new, arrays, of_rows, facts, _WARPS)
     return out, DeltaStates(*arrays)
+
+
+def _decode_columns(states: DeltaStates, rows: int, target: KernelTarget) -> int:
+    """Return how many columns a program of a decode has: fewer if there were too few programs for the device."""
+    _, _, heads, _, value_dim = states.recurrent.shape
+    programs = rows * heads * value_dim // _COLUMNS
+    return _COLUMNS if programs >= _AT_ONCE * (target.cores or _CORES) else _FEW_COLUMNS
 
 
 def _facts(states: DeltaStates, weights: DeltaWeights, columns: int, backend: Backend) -> Facts:

@@ -1,4 +1,4 @@
-"""Rows of many tokens on Triton: one kernel convolves, another computes each row's tokens, some blocks at a time.
+"""Rows of many tokens on Triton: one kernel convolves, another computes each row's tokens, block after block.
 
 In the second, a program holds some columns of a row's state. What its programs read and one of them writes is read by
 other operations before: the convolution's inputs by the first kernel, keys and decays of a slot by XLA.
@@ -33,7 +33,6 @@ from pallas_kernels.gated_delta.triton.tiles import (
     keep_inputs,
     keep_tails,
     place,
-    totals_of,
     unit,
     value_channel,
 )
@@ -119,15 +118,14 @@ def chunks(
     new: TokenRefs,
     states: StateRefs,
     rows: RowRefs,
-    chunk: int,
     facts: Facts,
     num_warps: int,
 ) -> tuple[Float[Array, "tokens value_heads value_dim"], StateRefs]:
-    """Return the outputs and the states; `x` is the output of the convolution. A loop takes `chunk` tokens at once."""
+    """Return the outputs and the states; `x` is the output of the convolution."""
     heads = states.deltas.shape[2]
     old = _Old(*(pool[rows.layer[0], rows.slots] for pool in (states.keys, states.decays)))
     out, *updated = pl.pallas_call(
-        functools.partial(_chunks, chunk=chunk, facts=facts),
+        functools.partial(_chunks, facts=facts),
         grid=(heads * facts.parts, len(rows.lens)),
         out_shape=(
             jax.ShapeDtypeStruct((len(x), heads, facts.value_dim), x.dtype),
@@ -141,7 +139,7 @@ def chunks(
     return out, StateRefs(*updated)
 
 
-def _chunks(*refs: Any, chunk: int, facts: Facts) -> None:
+def _chunks(*refs: Any, facts: Facts) -> None:
     x, new, old, rows, out, *arrays = refs[len(StateRefs._fields) :]
     # Rows with chunks come last and take longest, so they begin first.
     states, program, row = StateRefs(*arrays), pl.program_id(0), rows.lens.shape[0] - 1 - pl.program_id(1)
@@ -149,20 +147,20 @@ def _chunks(*refs: Any, chunk: int, facts: Facts) -> None:
     @pl.when(row < rows.num_seqs[0])
     def _() -> None:
         at = place(rows, row, program, facts)
-        _ChunkRow(x, new, old, states, rows, out, facts, row, at, chunk).run()
+        _ChunkRow(x, new, old, states, rows, out, facts, row, at).run()
 
 
 class _Tile(NamedTuple):
-    """Consecutive tokens of a row; `old` ones have entries, `new` ones are of this step, the others aren't there.
+    """The tokens of a block of a row; `old` ones have entries, `new` ones are of this step, the others aren't there.
 
     `totals` are decays summed from the first one on.
     """
 
-    position: Int[Array, " chunk"]
-    old: Bool[Array, " chunk"]
-    new: Bool[Array, " chunk"]
-    keys: Float32[Array, "chunk key_dim"]
-    totals: Float32[Array, " chunk"]
+    position: Int[Array, " block"]
+    old: Bool[Array, " block"]
+    new: Bool[Array, " block"]
+    keys: Float32[Array, "block key_dim"]
+    totals: Float32[Array, " block"]
 
 
 class _ChunkRow(NamedTuple):
@@ -175,7 +173,6 @@ class _ChunkRow(NamedTuple):
     facts: Facts
     row: Array
     at: Place
-    chunk: int
 
     def run(self) -> None:
         """Compute the row's tokens, and keep what is needed of them."""
@@ -195,9 +192,9 @@ class _ChunkRow(NamedTuple):
             plgpu.store(states.recurrent.at[self._columns_of(target)], state)
 
         def step(i: Array, state: Array) -> Array:
-            return self._step(at.folded + i * self.chunk, state)
+            return self._step(at.folded + i * BLOCK, state)
 
-        lax.fori_loop(0, pl.cdiv(at.end - at.folded, self.chunk), step, state)
+        lax.fori_loop(0, pl.cdiv(at.end - at.folded, BLOCK), step, state)
 
     def _columns_of(self, row: Array) -> tuple[Any, ...]:
         """Return the index of the program's part of a state."""
@@ -205,40 +202,35 @@ class _ChunkRow(NamedTuple):
         return self.at.layer, row, self.at.head, lane[:, None], self.at.column[None, :]
 
     def _step(self, start: Array, state: Float32[Array, "key_dim columns"]) -> Array:
-        """Compute the tokens from position `start` on, and return the state after them."""
+        """Compute the block that begins at position `start`, and return the state after it."""
         at, facts = self.at, self.facts
         tile = self._tile(start)
         deltas = self._deltas(tile, state)
         self._attend(tile, deltas, state)
         self._keep_entries(tile, deltas)
 
-        def state_at(border: Array) -> Array:
-            last = jnp.sum(jnp.where(tile.position == border - 1, tile.totals, 0.0))
-            left = jnp.where(tile.position < border, jnp.exp(last - tile.totals), 0.0)
-            return jnp.exp(last) * state + dot((tile.keys * left[:, None]).T, deltas, facts)
-
+        last = jnp.sum(jnp.where(tile.position == start + BLOCK - 1, tile.totals, 0.0))
+        then = jnp.exp(last) * state + dot((tile.keys * jnp.exp(last - tile.totals)[:, None]).T, deltas, facts)
         for wanted, border, to in borders(self.rows, self.row, at):
 
-            @pl.when(wanted & (border > start) & (border <= start + self.chunk))
-            def _(border: Array = border, to: Array = to) -> None:
-                plgpu.store(self.states.recurrent.at[self._columns_of(to)], state_at(border))
+            @pl.when(wanted & (border == start + BLOCK))
+            def _(to: Array = to) -> None:
+                plgpu.store(self.states.recurrent.at[self._columns_of(to)], then)
 
-        return state_at(start + self.chunk)
+        return then
 
     def _tile(self, start: Array) -> _Tile:
         at, facts = self.at, self.facts
         lane = lax.iota(jnp.int32, facts.key_dim)
-        position = start + lax.iota(jnp.int32, self.chunk)
+        position = start + lax.iota(jnp.int32, BLOCK)
         old, new = position < at.lens, (position >= at.lens) & (position < at.end)
         entry, token = lax.rem(position, facts.ring), at.token + position - at.lens
-        mask = jnp.broadcast_to(old[:, None], (self.chunk, facts.key_dim))
+        mask = jnp.broadcast_to(old[:, None], (BLOCK, facts.key_dim))
         kept = plgpu.load(
             self.old.keys.at[self.row, at.key_head, entry[:, None], lane[None, :]], mask=mask, other=0.0
         )
         keys = kept + unit(self._load_new(token, new, lane + facts.key_dim))
         known = plgpu.load(self.old.decays.at[self.row, at.head, entry], mask=old, other=0.0)
-        if self.chunk > BLOCK:
-            known = totals_of(known, position, at.lens)
         gate = plgpu.load(self.new.gates.at[token, at.key_head, 1, at.member], mask=new, other=0.0)
         decay = jnp.where(new, decay_of(gate, self.new.rate[at.head], self.new.bias[at.head]), 0.0)
         before = jnp.sum(jnp.where(position == at.lens - 1, known, 0.0))
@@ -249,7 +241,7 @@ class _ChunkRow(NamedTuple):
         mask = jnp.broadcast_to(new[:, None], (len(token), len(channel)))
         return plgpu.load(self.x.at[token[:, None], self.at.key_head, channel[None, :]], mask=mask, other=0.0)
 
-    def _deltas(self, tile: _Tile, state: Array) -> Float32[Array, "chunk columns"]:
+    def _deltas(self, tile: _Tile, state: Array) -> Float32[Array, "block columns"]:
         """Return the deltas of all tokens: those of old ones are known, those of new ones depend on each other."""
         at, facts = self.at, self.facts
         token, entry = at.token + tile.position - at.lens, lax.rem(tile.position, facts.ring)
@@ -264,9 +256,9 @@ class _ChunkRow(NamedTuple):
         of_earlier = beta[:, None] * self._decayed(tile, dot(tile.keys, tile.keys.T, facts), own=False)
         return dot(inverse(of_earlier, functools.partial(dot, facts=facts)), wanted, facts)
 
-    def _decayed(self, tile: _Tile, scores: Float32[Array, "chunk chunk"], *, own: bool) -> Array:
+    def _decayed(self, tile: _Tile, scores: Float32[Array, "block block"], *, own: bool) -> Array:
         """Return the scores of earlier tokens, and of a token's `own` key, times the decay since then."""
-        index = lax.iota(jnp.int32, self.chunk)
+        index = lax.iota(jnp.int32, BLOCK)
         seen = index[:, None] >= index[None, :] if own else index[:, None] > index[None, :]
         return jnp.where(seen, scores * jnp.exp(jnp.where(seen, tile.totals[:, None] - tile.totals[None, :], 0.0)), 0.0)
 
@@ -277,7 +269,7 @@ class _ChunkRow(NamedTuple):
         q = unit(self._load_new(token, tile.new, lax.iota(jnp.int32, facts.key_dim))) * facts.key_dim**-0.5
         read = jnp.exp(tile.totals)[:, None] * dot(q, state, facts)
         result = read + dot(self._decayed(tile, dot(q, tile.keys.T, facts), own=True), deltas, facts)
-        index = jnp.where(tile.new, token, self.out.shape[0] + lax.iota(jnp.int32, self.chunk))
+        index = jnp.where(tile.new, token, self.out.shape[0] + lax.iota(jnp.int32, BLOCK))
         mask = jnp.broadcast_to(tile.new[:, None], result.shape)
         plgpu.store(
             self.out.at[index[:, None], at.head, at.column[None, :]], result.astype(self.out.dtype), mask=mask
@@ -288,7 +280,7 @@ class _ChunkRow(NamedTuple):
         at, facts, states = self.at, self.facts, self.states
         kept = tile.new & (tile.position >= at.after)
         lane = lax.iota(jnp.int32, facts.key_dim)
-        entry = jnp.where(kept, lax.rem(tile.position, facts.ring), facts.ring + lax.iota(jnp.int32, self.chunk))
+        entry = jnp.where(kept, lax.rem(tile.position, facts.ring), facts.ring + lax.iota(jnp.int32, BLOCK))
 
         def store(ref: Ref, head: Array, column: Array, values: Array, mine: Array | bool) -> None:
             mask = jnp.broadcast_to((kept & mine)[:, None], values.shape)
@@ -296,10 +288,6 @@ class _ChunkRow(NamedTuple):
 
         @pl.when(jnp.max(kept.astype(jnp.int32)) > 0)
         def _() -> None:
-            totals = tile.totals
-            if self.chunk > BLOCK:
-                before = tile.position[:, None] == ((tile.position & -BLOCK) - 1)[None, :]
-                totals = totals - jnp.sum(jnp.where(before, totals[:, None], 0.0), axis=0)
             store(states.deltas, at.head, at.column, deltas, True)
             store(states.keys, at.key_head, lane, tile.keys, at.writes_keys)
-            plgpu.store(states.decays.at[at.layer, at.slot, at.head, entry], totals, mask=kept & (at.part == 0))
+            plgpu.store(states.decays.at[at.layer, at.slot, at.head, entry], tile.totals, mask=kept & (at.part == 0))
