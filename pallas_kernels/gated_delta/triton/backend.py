@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.dispatch import Backend
+from pallas_kernels.dispatch import HOPPER, Backend
 from pallas_kernels.gated_delta.arguments import DeltaRows, DeltaWeights
 from pallas_kernels.gated_delta.layout import DeltaStates
 from pallas_kernels.gated_delta.problem import DeltaProblem
@@ -20,10 +20,11 @@ from pallas_kernels.gated_delta.triton.tiles import Facts, RowRefs, StateRefs, T
 from pallas_kernels.target import KernelTarget
 
 DTYPES = ("float32", "bfloat16", "float16")
-MAX_KEY_DIM = 256
+MAX_KEY_DIM = 128
 
 # Columns of a program's values, and its warps. With these, no program spills registers on any target.
-_COLUMNS, _FEW_COLUMNS, _WARPS = 64, 32, 4
+_DECODE_COLUMNS, _FEW_DECODE_COLUMNS, _WARPS = 64, 32, 4
+_CHUNK_COLUMNS, _CHUNK_COLUMNS_BEFORE_HOPPER = 32, 16
 # Streaming multiprocessors, if the target doesn't say how many: Hopper's; and how many programs each runs at once.
 _CORES, _AT_ONCE = 132, 2
 
@@ -71,7 +72,7 @@ def gated_delta(
         facts = _facts(states, weights, _decode_columns(states, len(rows.lens), backend.target), backend)
         out, arrays = decode(new, arrays, of_rows, queries, facts, _WARPS)
     else:
-        facts = _facts(states, weights, _FEW_COLUMNS, backend)
+        facts = _facts(states, weights, _chunk_columns(backend.target), backend)
         x = convolve(new, arrays, of_rows, token_places(rows, len(products)), facts)
         out, arrays = chunks(x, new, arrays, of_rows, facts, _WARPS)
     return out, DeltaStates(*arrays)
@@ -80,8 +81,15 @@ def gated_delta(
 def _decode_columns(states: DeltaStates, rows: int, target: KernelTarget) -> int:
     """Return how many columns a program of a decode has: fewer if there were too few programs for the device."""
     _, _, heads, _, value_dim = states.recurrent.shape
-    programs = rows * heads * value_dim // _COLUMNS
-    return _COLUMNS if programs >= _AT_ONCE * (target.cores or _CORES) else _FEW_COLUMNS
+    programs = rows * heads * value_dim // _DECODE_COLUMNS
+    return _DECODE_COLUMNS if programs >= _AT_ONCE * (target.cores or _CORES) else _FEW_DECODE_COLUMNS
+
+
+def _chunk_columns(target: KernelTarget) -> int:
+    """Return how many columns a program of chunks has."""
+    if target.capability is not None and target.capability < HOPPER:
+        return _CHUNK_COLUMNS_BEFORE_HOPPER
+    return _CHUNK_COLUMNS
 
 
 def _facts(states: DeltaStates, weights: DeltaWeights, columns: int, backend: Backend) -> Facts:

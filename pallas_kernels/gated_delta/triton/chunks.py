@@ -32,8 +32,8 @@ from pallas_kernels.gated_delta.triton.tiles import (
     dot,
     keep_inputs,
     keep_tails,
+    per_length,
     place,
-    unit,
     value_channel,
 )
 
@@ -153,7 +153,8 @@ def _chunks(*refs: Any, facts: Facts) -> None:
 class _Tile(NamedTuple):
     """The tokens of a block of a row; `old` ones have entries, `new` ones are of this step, the others aren't there.
 
-    `totals` are decays summed from the first one on.
+    `totals` are decays summed from the first one on. The keys of new tokens are `raw` times
+    `per_length`.
     """
 
     position: Int[Array, " block"]
@@ -161,6 +162,8 @@ class _Tile(NamedTuple):
     new: Bool[Array, " block"]
     keys: Float32[Array, "block key_dim"]
     totals: Float32[Array, " block"]
+    raw: Float[Array, "block key_dim"]
+    per_length: Float32[Array, "block 1"]
 
 
 class _ChunkRow(NamedTuple):
@@ -205,8 +208,9 @@ class _ChunkRow(NamedTuple):
         """Compute the block that begins at position `start`, and return the state after it."""
         at, facts = self.at, self.facts
         tile = self._tile(start)
-        deltas = self._deltas(tile, state)
-        self._attend(tile, deltas, state)
+        read_keys, read_queries, of_keys, of_queries = self._read(tile, state)
+        deltas = self._deltas(tile, read_keys, of_keys)
+        self._store(tile, read_queries + dot(of_queries, deltas, facts))
         self._keep_entries(tile, deltas)
 
         last = jnp.sum(jnp.where(tile.position == start + BLOCK - 1, tile.totals, 0.0))
@@ -229,19 +233,34 @@ class _ChunkRow(NamedTuple):
         kept = plgpu.load(
             self.old.keys.at[self.row, at.key_head, entry[:, None], lane[None, :]], mask=mask, other=0.0
         )
-        keys = kept + unit(self._load_new(token, new, lane + facts.key_dim))
+        raw = self._load_new(token, new, lane + facts.key_dim)
+        scale = per_length(raw)
         known = plgpu.load(self.old.decays.at[self.row, at.head, entry], mask=old, other=0.0)
         gate = plgpu.load(self.new.gates.at[token, at.key_head, 1, at.member], mask=new, other=0.0)
         decay = jnp.where(new, decay_of(gate, self.new.rate[at.head], self.new.bias[at.head]), 0.0)
         before = jnp.sum(jnp.where(position == at.lens - 1, known, 0.0))
-        return _Tile(position, old, new, keys, jnp.where(old, known, before + jnp.cumsum(decay)))
+        totals = jnp.where(old, known, before + jnp.cumsum(decay))
+        return _Tile(position, old, new, kept + raw.astype(jnp.float32) * scale, totals, raw, scale)
 
     def _load_new(self, token: Array, new: Array, channel: Array) -> Array:
         """Load outputs of the convolution, zeros for other tokens than new ones."""
         mask = jnp.broadcast_to(new[:, None], (len(token), len(channel)))
         return plgpu.load(self.x.at[token[:, None], self.at.key_head, channel[None, :]], mask=mask, other=0.0)
 
-    def _deltas(self, tile: _Tile, state: Array) -> Float32[Array, "block columns"]:
+    def _read(self, tile: _Tile, state: Array) -> tuple[Array, Array, Array, Array]:
+        """Return what new keys and queries read of the state, and their products with all keys of the block.
+
+        All products with an operand follow each other, so that its parts don't take registers for long.
+        """
+        facts, lane = self.facts, lax.iota(jnp.int32, self.facts.key_dim)
+        q = self._load_new(self.at.token + tile.position - self.at.lens, tile.new, lane)
+        scale, decay = per_length(q) * facts.key_dim**-0.5, jnp.exp(tile.totals)[:, None]
+        factors = tile.per_length, scale
+        reads = [decay * x * dot(raw, state, facts) for x, raw in zip(factors, (tile.raw, q), strict=True)]
+        scores = [x * dot(raw, tile.keys.T, facts) for x, raw in zip(factors, (tile.raw, q), strict=True)]
+        return reads[0], reads[1], self._decayed(tile, scores[0], own=False), self._decayed(tile, scores[1], own=True)
+
+    def _deltas(self, tile: _Tile, read: Array, scores: Array) -> Float32[Array, "block columns"]:
         """Return the deltas of all tokens: those of old ones are known, those of new ones depend on each other."""
         at, facts = self.at, self.facts
         token, entry = at.token + tile.position - at.lens, lax.rem(tile.position, facts.ring)
@@ -250,11 +269,9 @@ class _ChunkRow(NamedTuple):
         index = at.layer, at.slot, at.head, entry[:, None], at.column[None, :]
         known = plgpu.load(self.states.deltas.at[index], mask=mask, other=0.0)
         gate = plgpu.load(self.new.gates.at[token, at.key_head, 0, at.member], mask=tile.new, other=0.0)
-        beta = jnp.where(tile.new, lax.logistic(gate.astype(jnp.float32)), 0.0)
-        read = jnp.exp(tile.totals)[:, None] * dot(tile.keys, state, facts)
-        wanted = jnp.where(tile.old[:, None], known, beta[:, None] * (values - read))
-        of_earlier = beta[:, None] * self._decayed(tile, dot(tile.keys, tile.keys.T, facts), own=False)
-        return dot(inverse(of_earlier, functools.partial(dot, facts=facts)), wanted, facts)
+        beta = jnp.where(tile.new, lax.logistic(gate.astype(jnp.float32)), 0.0)[:, None]
+        wanted = jnp.where(tile.old[:, None], known, beta * (values - read))
+        return dot(inverse(beta * scores, functools.partial(dot, facts=facts)), wanted, facts)
 
     def _decayed(self, tile: _Tile, scores: Float32[Array, "block block"], *, own: bool) -> Array:
         """Return the scores of earlier tokens, and of a token's `own` key, times the decay since then."""
@@ -262,18 +279,13 @@ class _ChunkRow(NamedTuple):
         seen = index[:, None] >= index[None, :] if own else index[:, None] > index[None, :]
         return jnp.where(seen, scores * jnp.exp(jnp.where(seen, tile.totals[:, None] - tile.totals[None, :], 0.0)), 0.0)
 
-    def _attend(self, tile: _Tile, deltas: Array, state: Array) -> None:
+    def _store(self, tile: _Tile, result: Float32[Array, "block columns"]) -> None:
         """Store the outputs of the new tokens."""
-        at, facts = self.at, self.facts
+        at = self.at
         token = at.token + tile.position - at.lens
-        q = unit(self._load_new(token, tile.new, lax.iota(jnp.int32, facts.key_dim))) * facts.key_dim**-0.5
-        read = jnp.exp(tile.totals)[:, None] * dot(q, state, facts)
-        result = read + dot(self._decayed(tile, dot(q, tile.keys.T, facts), own=True), deltas, facts)
         index = jnp.where(tile.new, token, self.out.shape[0] + lax.iota(jnp.int32, BLOCK))
         mask = jnp.broadcast_to(tile.new[:, None], result.shape)
-        plgpu.store(
-            self.out.at[index[:, None], at.head, at.column[None, :]], result.astype(self.out.dtype), mask=mask
-        )
+        plgpu.store(self.out.at[index[:, None], at.head, at.column[None, :]], result.astype(self.out.dtype), mask=mask)
 
     def _keep_entries(self, tile: _Tile, deltas: Array) -> None:
         """Store the entries of new tokens that the state doesn't have."""

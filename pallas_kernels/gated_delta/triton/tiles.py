@@ -217,8 +217,13 @@ def decay_of(gate: Array, rate: Array, bias: Array) -> Array:
 
 def unit(x: Float[Array, "*tokens key_dim"]) -> Float32[Array, "*tokens key_dim"]:
     """Return vectors of length 1, in float32."""
+    return x.astype(jnp.float32) * per_length(x)
+
+
+def per_length(x: Float[Array, "*tokens key_dim"]) -> Float32[Array, "*tokens 1"]:
+    """Return the inverse of the length of vectors."""
     x = x.astype(jnp.float32)
-    return x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + NORM_EPS)
+    return lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + NORM_EPS)
 
 
 def totals_of(
@@ -233,10 +238,16 @@ def totals_of(
     return known + jnp.sum(jnp.where(earlier, last[:, None], 0.0), axis=0)
 
 
-def dot(a: Float32[Array, "m k"], b: Float32[Array, "k n"], facts: Facts) -> Float32[Array, "m n"]:
-    """Multiply in float32: on tensor cores, by three products of parts of the operands."""
-    precision: Any = lax.Precision.HIGHEST if facts.interpret else lax.DotAlgorithmPreset.BF16_BF16_F32_X3
-    return jnp.dot(a, b, precision=precision, preferred_element_type=jnp.float32)
+def dot(a: Float[Array, "m k"], b: Float32[Array, "k n"], facts: Facts) -> Float32[Array, "m n"]:
+    """Multiply on tensor cores, by products of the parts of float32 in bfloat16: the last 8 of 24 bits are lost."""
+    if facts.interpret:
+        return jnp.dot(a.astype(jnp.float32), b, precision=lax.Precision.HIGHEST)
+    if a.dtype != jnp.bfloat16:
+        precision: Any = lax.DotAlgorithmPreset.BF16_BF16_F32_X3
+        return jnp.dot(a.astype(jnp.float32), b, precision=precision, preferred_element_type=jnp.float32)
+    first = b.astype(jnp.bfloat16)
+    rest = (b - first.astype(jnp.float32)).astype(jnp.bfloat16)
+    return sum(jnp.dot(a, part, preferred_element_type=jnp.float32) for part in (rest, first))
 
 
 def barrier(facts: Facts) -> None:
