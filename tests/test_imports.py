@@ -81,7 +81,7 @@ ORDER_INSIDE = {
     "pallas_kernels.activation": "cpu | api",
     "pallas_kernels.cpu": "types | emit | ffi maths tile_registers | compile",
     "pallas_kernels.expert_routing": "cpu routing | reference | api triton",
-    "pallas_kernels.gated_delta": "layout problem | arguments backends | api cpu reference",
+    "pallas_kernels.gated_delta": "inverse layout problem | arguments backends | api cpu reference | mosaic_tpu triton",
     "pallas_kernels.gpu_code": "wire | cubin riegeli | executable",
     "pallas_kernels.grouped_matmul": "gate groups tuning | epilogue | backends cpu mosaic_tpu reference triton | "
                                      "api mosaic_gpu",

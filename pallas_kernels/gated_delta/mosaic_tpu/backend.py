@@ -11,9 +11,9 @@ from jaxtyping import Array, Float, Float32, Int
 from pallas_kernels.dispatch import Backend
 from pallas_kernels.gated_delta.arguments import DeltaRows, DeltaWeights
 from pallas_kernels.gated_delta.layout import BLOCK, DeltaStates
-from pallas_kernels.gated_delta.mosaic_tpu.blocks import Blocks, list_blocks
+from pallas_kernels.gated_delta.mosaic_tpu.blocks import RowBlocks, list_blocks
 from pallas_kernels.gated_delta.mosaic_tpu.decode import compute_decodes, factors_of, max_ring
-from pallas_kernels.gated_delta.mosaic_tpu.kernel import BlockTokens, Heads, Pools, compute_blocks
+from pallas_kernels.gated_delta.mosaic_tpu.kernel import BlockTokens, DeltaHeads, DeltaPools, compute_blocks
 from pallas_kernels.gated_delta.mosaic_tpu.slots import write_slots
 from pallas_kernels.gated_delta.problem import DeltaProblem
 from pallas_kernels.gated_delta.reference import Prepared, keep_tails, last_inputs, prepare, token_places
@@ -53,13 +53,13 @@ def gated_delta(
     backend: Backend,
 ) -> tuple[Float[Array, "tokens value_heads value_dim"], DeltaStates]:
     """Compute `api.gated_delta`."""
-    layers, _, value_heads, key_dim, value_dim = states.recurrent.shape
+    value_heads, key_dim, value_dim = states.recurrent.shape[2:]
     num_slots, key_heads, ring = states.keys.shape[1:4]
-    heads = Heads(key_heads, value_heads // key_heads, key_dim, value_dim)
+    heads = DeltaHeads(key_heads, value_heads // key_heads, key_dim, value_dim)
     flat = jax.tree.map(lambda x: x.reshape(1, -1, *x.shape[2:]), states)
     rows = _of_layer(rows, layer * states.num_states, layer * num_slots)
     prepared = prepare(products, gates, weights, flat, 0, rows)
-    pools = Pools(flat.recurrent[0], flat.keys[0], flat.deltas[0])
+    pools = DeltaPools(flat.recurrent[0], flat.keys[0], flat.deltas[0])
     if rows.decode_only and ring <= max_ring(LANES):
         out, pools, decays = _decode(prepared, flat, pools, rows, heads, backend)
     else:
@@ -73,8 +73,8 @@ def gated_delta(
 
 
 def _decode(
-    prepared: Prepared, flat: DeltaStates, pools: Pools, rows: DeltaRows, heads: Heads, backend: Backend
-) -> tuple[Float32[Array, "rows value_heads value_dim"], Pools, Float32[Array, "slots value_heads ring"]]:
+    prepared: Prepared, flat: DeltaStates, pools: DeltaPools, rows: DeltaRows, heads: DeltaHeads, backend: Backend
+) -> tuple[Float32[Array, "rows value_heads value_dim"], DeltaPools, Float32[Array, "slots value_heads ring"]]:
     """Return the outputs of rows of one token, the pools, and the decays of the slots."""
     decays = flat.decays[0]
     factors, known = factors_of(prepared.beta, prepared.decay, decays, rows)
@@ -87,8 +87,8 @@ def _decode(
 
 
 def _chunks(
-    prepared: Prepared, flat: DeltaStates, pools: Pools, rows: DeltaRows, heads: Heads, backend: Backend
-) -> tuple[Float32[Array, "tokens value_heads value_dim"], Pools, Float32[Array, "slots value_heads ring"]]:
+    prepared: Prepared, flat: DeltaStates, pools: DeltaPools, rows: DeltaRows, heads: DeltaHeads, backend: Backend
+) -> tuple[Float32[Array, "tokens value_heads value_dim"], DeltaPools, Float32[Array, "slots value_heads ring"]]:
     """Return the outputs of rows of any number of tokens, the pools, and the decays of the slots."""
     decays, tokens = flat.decays[0], len(prepared.q)
     blocks = list_blocks(rows, tokens, decays.shape[2])
@@ -122,7 +122,7 @@ def _of_layer(rows: DeltaRows, first_state: int | Array, first_slot: int | Array
 
 
 def _totals(
-    blocks: Blocks, prepared: Prepared, decays: Float32[Array, "slots value_heads ring"]
+    blocks: RowBlocks, prepared: Prepared, decays: Float32[Array, "slots value_heads ring"]
 ) -> Float32[Array, "blocks value_heads block"]:
     """Return the decays of each token, summed from its block on."""
     entry = blocks.position % decays.shape[2]
@@ -134,7 +134,7 @@ def _totals(
 
 
 def _place(
-    blocks: Blocks, rows: DeltaRows, row: Int[Array, "*some"], position: Int[Array, "*some"]
+    blocks: RowBlocks, rows: DeltaRows, row: Int[Array, "*some"], position: Int[Array, "*some"]
 ) -> tuple[Int[Array, "*some"], Int[Array, "*some"]]:
     """Return in which block a token of a row is, and where in it."""
     block = blocks.starts[row] + (position - rows.folded[row]) // BLOCK
@@ -144,7 +144,7 @@ def _place(
 def _keep_decays(
     decays: Float32[Array, "slots value_heads ring"],
     totals: Float32[Array, "blocks value_heads block"],
-    blocks: Blocks,
+    blocks: RowBlocks,
     rows: DeltaRows,
 ) -> Float32[Array, "slots value_heads ring"]:
     """Return the decays with those of new tokens that the state doesn't have."""

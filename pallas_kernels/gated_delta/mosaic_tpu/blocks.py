@@ -31,7 +31,7 @@ class BlockFacts(NamedTuple):
     keeps: Array
 
 
-class Blocks(NamedTuple):
+class RowBlocks(NamedTuple):
     """The number of blocks, their scalars, and for each its row, and of its tokens the positions and which are new."""
 
     count: Int[Array, ""]
@@ -43,7 +43,7 @@ class Blocks(NamedTuple):
     starts: Int[Array, " rows"]
 
 
-def list_blocks(rows: DeltaRows, tokens: int, ring: int) -> Blocks:
+def list_blocks(rows: DeltaRows, tokens: int, ring: int) -> RowBlocks:
     """List the blocks of all rows; a row has at least one."""
     num_rows = len(rows.lens)
     ends = rows.lens + rows.query_starts[1:] - rows.query_starts[:-1]
@@ -76,4 +76,4 @@ def list_blocks(rows: DeltaRows, tokens: int, ring: int) -> Blocks:
     )
     new = (position >= lens[:, None]) & (position < ends[row][:, None])
     token = jnp.clip(rows.query_starts[row][:, None] + position - lens[:, None], 0, tokens - 1)
-    return Blocks(through[-1], facts, row, position, new, token, starts)
+    return RowBlocks(through[-1], facts, row, position, new, token, starts)

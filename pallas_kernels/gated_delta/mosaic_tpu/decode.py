@@ -14,18 +14,18 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float32, Int
+from jaxtyping import Array, Float32
 
 from pallas_kernels.gated_delta.arguments import DeltaRows
 from pallas_kernels.gated_delta.layout import BLOCK
-from pallas_kernels.gated_delta.mosaic_tpu.kernel import Heads, Pools, Ref, dot
+from pallas_kernels.gated_delta.mosaic_tpu.kernel import DeltaHeads, DeltaPools, Ref, dot
 from pallas_kernels.gated_delta.reference import writes_target
 
 # Entries that are written at a time.
 _UNIT = 8
 
 
-class _RowFacts(NamedTuple):
+class _DecodeFacts(NamedTuple):
     """The scalars of each row. Rows of the pool and slots count those of all layers, -1 stands for none."""
 
     source: Array
@@ -36,7 +36,7 @@ class _RowFacts(NamedTuple):
     snapshot: Array
 
 
-class Factors(NamedTuple):
+class DecayFactors(NamedTuple):
     """The numbers of each row and head that depend on decays: `[rows, value_heads, numbers]`.
 
     `left` is how much of each entry is left at the new token. `target` and `snapshot` are that at the border at which
@@ -60,7 +60,7 @@ def factors_of(
     decay: Float32[Array, "rows value_heads"],
     decays: Float32[Array, "slots value_heads ring"],
     rows: DeltaRows,
-) -> tuple[Factors, Float32[Array, "rows value_heads ring"]]:
+) -> tuple[DecayFactors, Float32[Array, "rows value_heads ring"]]:
     """Return the factors of each row, and the decays of its slot with that of the new token."""
     ring = decays.shape[2]
     position = rows.folded[:, None] + (jnp.arange(ring) - rows.folded[:, None]) % ring
@@ -84,24 +84,24 @@ def factors_of(
     left = jnp.where(old, jnp.exp(jnp.where(old, total - totals, 0)), 0)
     (of_target, target), (of_snapshot, snapshot) = (at_border(x) for x in (rows.folded_after, rows.snapshot_lens))
     scalars = jnp.concatenate([beta[:, :, None], jnp.exp(total), of_target, of_snapshot], axis=2)
-    return Factors(scalars, left, target, snapshot), known
+    return DecayFactors(scalars, left, target, snapshot), known
 
 
 def compute_decodes(
     q: Float32[Array, "rows key_heads key_dim"],
     k: Float32[Array, "rows key_heads key_dim"],
     v: Float32[Array, "rows value_heads value_dim"],
-    factors: Factors,
-    pools: Pools,
+    factors: DecayFactors,
+    pools: DeltaPools,
     rows: DeltaRows,
-    heads: Heads,
+    heads: DeltaHeads,
     *,
     vmem_limit: int,
     interpret: bool,
-) -> tuple[Float32[Array, "rows value_heads value_dim"], Pools]:
+) -> tuple[Float32[Array, "rows value_heads value_dim"], DeltaPools]:
     """Return the outputs of rows of one token, and the pools, updated in place."""
     ring = pools.keys.shape[2]
-    facts = _RowFacts(
+    facts = _DecodeFacts(
         source=jnp.where(rows.folded > 0, rows.sources, -1),
         slot=rows.slots,
         folded=rows.folded,
@@ -114,7 +114,7 @@ def compute_decodes(
 
     def at_row(name: str, *shape: int) -> pl.BlockSpec:
         def index(i: Array, *facts: Ref) -> tuple[Any, ...]:
-            return (jnp.maximum(getattr(_RowFacts(*facts), name)[i], 0), *(0,) * len(shape))
+            return (jnp.maximum(getattr(_DecodeFacts(*facts), name)[i], 0), *(0,) * len(shape))
 
         return pl.BlockSpec((None, *shape), index)
 
@@ -143,21 +143,21 @@ def compute_decodes(
         compiler_params=pltpu.CompilerParams(vmem_limit_bytes=vmem_limit, dimension_semantics=("arbitrary",)),
         name="gated_delta_tpu_decode",
     )(*facts, *pools, *tokens)
-    return results[0], Pools(*results[1:])
+    return results[0], DeltaPools(*results[1:])
 
 
-class _Scratch(NamedTuple):
+class _DecodeScratch(NamedTuple):
     state: Ref
     keys: Ref
     deltas: Ref
     done: Ref
 
 
-def _kernel(*refs: Any, ring: int, heads: Heads) -> None:
-    count = len(_RowFacts._fields)
-    of = _RowFacts(*(ref[pl.program_id(0)] for ref in refs[:count]))
-    before, (q, k, v, packed), out = Pools(*refs[count : count + 3]), refs[count + 3 : count + 7], refs[count + 7]
-    pools, scratch = Pools(*refs[count + 8 : count + 11]), _Scratch(*refs[count + 11 :])
+def _kernel(*refs: Any, ring: int, heads: DeltaHeads) -> None:
+    count = len(_DecodeFacts._fields)
+    of = _DecodeFacts(*(ref[pl.program_id(0)] for ref in refs[:count]))
+    before, (q, k, v, packed), out = DeltaPools(*refs[count : count + 3]), refs[count + 3 : count + 7], refs[count + 7]
+    pools, scratch = DeltaPools(*refs[count + 8 : count + 11]), _DecodeScratch(*refs[count + 11 :])
     entry = lax.broadcasted_iota(jnp.int32, (ring, 1), 0)
     offset = lax.rem(entry - lax.rem(of.folded, ring) + ring, ring)
     old, own = offset < of.length - of.folded, offset == of.length - of.folded

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -26,7 +25,7 @@ Ref = Any
 
 
 @dataclasses.dataclass(frozen=True)
-class Heads:
+class DeltaHeads:
     """The heads of a shard and their sizes."""
 
     key_heads: int
@@ -40,7 +39,7 @@ class Heads:
         return self.key_heads * self.group
 
 
-class Pools(NamedTuple):
+class DeltaPools(NamedTuple):
     """The arrays of states that the kernel updates, with the rows or slots of all layers one after another."""
 
     recurrent: Any
@@ -57,7 +56,7 @@ class BlockTokens(NamedTuple):
     factors: Any
 
 
-class _Scratch(NamedTuple):
+class _DeltaScratch(NamedTuple):
     state: Ref
     kept: Ref
     keys: Ref
@@ -69,12 +68,12 @@ def compute_blocks(
     count: Int[Array, ""],
     facts: BlockFacts,
     tokens: BlockTokens,
-    pools: Pools,
-    heads: Heads,
+    pools: DeltaPools,
+    heads: DeltaHeads,
     *,
     vmem_limit: int,
     interpret: bool,
-) -> tuple[Float[Array, "blocks value_heads block value_dim"], Pools]:
+) -> tuple[Float[Array, "blocks value_heads block value_dim"], DeltaPools]:
     """Return the outputs of `count` blocks, and the pools, updated in place."""
 
     def at_row(names: str, *shape: int) -> pl.BlockSpec:
@@ -113,15 +112,15 @@ def compute_blocks(
         compiler_params=pltpu.CompilerParams(vmem_limit_bytes=vmem_limit, dimension_semantics=("arbitrary",)),
         name="gated_delta_tpu",
     )(*facts, *pools, *tokens)
-    return results[0], Pools(*results[1:])
+    return results[0], DeltaPools(*results[1:])
 
 
-def _kernel(*refs: Any, heads: Heads) -> None:
+def _kernel(*refs: Any, heads: DeltaHeads) -> None:
     count = len(BlockFacts._fields)
     of, i = BlockFacts(*(ref[pl.program_id(0)] for ref in refs[:count])), count
-    before, i = Pools(*refs[i : i + 3]), i + 3
+    before, i = DeltaPools(*refs[i : i + 3]), i + 3
     tokens, i = BlockTokens(*refs[i : i + 4]), i + 4
-    out, pools, scratch = refs[i], Pools(*refs[i + 1 : i + 4]), _Scratch(*refs[i + 4 :])
+    out, pools, scratch = refs[i], DeltaPools(*refs[i + 1 : i + 4]), _DeltaScratch(*refs[i + 4 :])
 
     def copy(source: Ref, to: Ref) -> None:
         one = pltpu.make_async_copy(source, to, scratch.done)
@@ -133,9 +132,7 @@ def _kernel(*refs: Any, heads: Heads) -> None:
         scratch.state[...] = jnp.where(of.source >= 0, before.recurrent[...], 0.0)
 
     pl.when(of.moved >= 0)(lambda: copy(scratch.state, pools.recurrent.at[of.moved]))
-    lax.fori_loop(
-        0, heads.value_heads, lambda h, _: _head(h, of, before, tokens, out, scratch, heads), None
-    )
+    lax.fori_loop(0, heads.value_heads, lambda h, _: _head(h, of, before, tokens, out, scratch, heads), None)
     pl.when(of.target >= 0)(lambda: copy(scratch.state, pools.recurrent.at[of.target]))
     pl.when(of.snapshot >= 0)(lambda: copy(scratch.state, pools.recurrent.at[of.snapshot]))
 
@@ -147,7 +144,13 @@ def _kernel(*refs: Any, heads: Heads) -> None:
 
 
 def _head(
-    h: Array, of: BlockFacts, before: Pools, tokens: BlockTokens, out: Ref, scratch: _Scratch, heads: Heads
+    h: Array,
+    of: BlockFacts,
+    before: DeltaPools,
+    tokens: BlockTokens,
+    out: Ref,
+    scratch: _DeltaScratch,
+    heads: DeltaHeads,
 ) -> None:
     """Compute a value head of a block."""
     j = lax.div(h, heads.group)

@@ -16,7 +16,7 @@ from pallas_kernels.gated_delta.problem import DeltaProblem
 from pallas_kernels.gated_delta.reference import token_places
 from pallas_kernels.gated_delta.triton.chunks import chunks, convolve
 from pallas_kernels.gated_delta.triton.decode import decode, reads_and_writes_apart
-from pallas_kernels.gated_delta.triton.tiles import Facts, RowRefs, StateRefs, TokenRefs
+from pallas_kernels.gated_delta.triton.tiles import DeltaFacts, DeltaStateRefs, RowRefs, TokenRefs
 from pallas_kernels.target import KernelTarget
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -66,7 +66,7 @@ def gated_delta(
         jnp.reshape(rows.num_seqs, 1),
         jnp.full((1,), layer, jnp.int32),
     )
-    arrays = StateRefs(*jax.tree.leaves(states))
+    arrays = DeltaStateRefs(*jax.tree.leaves(states))
     if few:
         assert queries is not None
         facts = _facts(states, weights, _decode_columns(states, len(rows.lens), backend.target), backend)
@@ -92,9 +92,9 @@ def _chunk_columns(target: KernelTarget) -> int:
     return _CHUNK_COLUMNS
 
 
-def _facts(states: DeltaStates, weights: DeltaWeights, columns: int, backend: Backend) -> Facts:
+def _facts(states: DeltaStates, weights: DeltaWeights, columns: int, backend: Backend) -> DeltaFacts:
     key_dim, value_dim = states.recurrent.shape[3:]
-    return Facts(
+    return DeltaFacts(
         group=states.deltas.shape[2] // states.keys.shape[2],
         key_dim=key_dim,
         value_dim=value_dim,

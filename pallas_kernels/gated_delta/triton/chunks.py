@@ -16,14 +16,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from pallas_kernels.gated_delta.layout import BLOCK
 from pallas_kernels.gated_delta.inverse import inverse
+from pallas_kernels.gated_delta.layout import BLOCK
 from pallas_kernels.gated_delta.triton.tiles import (
-    Facts,
-    Place,
+    DeltaFacts,
+    DeltaPlace,
+    DeltaStateRefs,
     Ref,
     RowRefs,
-    StateRefs,
     TokenRefs,
     barrier,
     borders,
@@ -41,7 +41,7 @@ from pallas_kernels.gated_delta.triton.tiles import (
 _TOKENS, _CHANNELS = 16, 128
 
 
-class _Old(NamedTuple):
+class _OldEntries(NamedTuple):
     """The keys and decays of the rows' slots before the step."""
 
     keys: Ref
@@ -55,8 +55,8 @@ class _TokenPlaces(NamedTuple):
     position: Ref
 
 
-class _Vectors(NamedTuple):
-    """The numbers of a `Place` that `convolved` needs, for several tokens."""
+class _TokenVectors(NamedTuple):
+    """The numbers of a `DeltaPlace` that `convolved` needs, for several tokens."""
 
     layer: Array
     slot: Array
@@ -69,10 +69,10 @@ class _Vectors(NamedTuple):
 
 def convolve(
     new: TokenRefs,
-    states: StateRefs,
+    states: DeltaStateRefs,
     rows: RowRefs,
     places: tuple[Int[Array, " tokens"], Int[Array, " tokens"]],
-    facts: Facts,
+    facts: DeltaFacts,
 ) -> Float[Array, "tokens key_heads width"]:
     """Return the output of the convolution after the SiLU."""
     tokens, key_heads, width = new.products.shape
@@ -89,13 +89,13 @@ def convolve(
 
 def _convolve(
     new: TokenRefs,
-    states: StateRefs,
+    states: DeltaStateRefs,
     rows: RowRefs,
     places: _TokenPlaces,
     out: Ref,
     *,
     channels: int,
-    facts: Facts,
+    facts: DeltaFacts,
 ) -> None:
     token = pl.program_id(2) * _TOKENS + lax.iota(jnp.int32, _TOKENS)
     live = token < rows.query_starts[rows.num_seqs[0]]
@@ -106,7 +106,7 @@ def _convolve(
 
     row = load(places.row, token)
     of_row = (load(x, row)[:, None] for x in (rows.slots, rows.query_starts, rows.lens, rows.folded, rows.sources))
-    at = _Vectors(rows.layer[0], *of_row, pl.program_id(1))
+    at = _TokenVectors(rows.layer[0], *of_row, pl.program_id(1))
     found = convolved(load(places.position, token)[:, None], channel, at, new, states, facts, live[:, None])
     index = jnp.where(live, token, out.shape[0] + token)
     mask = jnp.broadcast_to(live[:, None], found.shape)
@@ -116,14 +116,14 @@ def _convolve(
 def chunks(
     x: Float[Array, "tokens key_heads width"],
     new: TokenRefs,
-    states: StateRefs,
+    states: DeltaStateRefs,
     rows: RowRefs,
-    facts: Facts,
+    facts: DeltaFacts,
     num_warps: int,
-) -> tuple[Float[Array, "tokens value_heads value_dim"], StateRefs]:
+) -> tuple[Float[Array, "tokens value_heads value_dim"], DeltaStateRefs]:
     """Return the outputs and the states; `x` is the output of the convolution."""
     heads = states.deltas.shape[2]
-    old = _Old(*(pool[rows.layer[0], rows.slots] for pool in (states.keys, states.decays)))
+    old = _OldEntries(*(pool[rows.layer[0], rows.slots] for pool in (states.keys, states.decays)))
     out, *updated = pl.pallas_call(
         functools.partial(_chunks, facts=facts),
         grid=(heads * facts.parts, len(rows.lens)),
@@ -136,13 +136,13 @@ def chunks(
         interpret=facts.interpret,
         name="gated_delta_chunks",
     )(*states, x, new, old, rows)
-    return out, StateRefs(*updated)
+    return out, DeltaStateRefs(*updated)
 
 
-def _chunks(*refs: Any, facts: Facts) -> None:
-    x, new, old, rows, out, *arrays = refs[len(StateRefs._fields) :]
+def _chunks(*refs: Any, facts: DeltaFacts) -> None:
+    x, new, old, rows, out, *arrays = refs[len(DeltaStateRefs._fields) :]
     # Rows with chunks come last and take longest, so they begin first.
-    states, program, row = StateRefs(*arrays), pl.program_id(0), rows.lens.shape[0] - 1 - pl.program_id(1)
+    states, program, row = DeltaStateRefs(*arrays), pl.program_id(0), rows.lens.shape[0] - 1 - pl.program_id(1)
 
     @pl.when(row < rows.num_seqs[0])
     def _() -> None:
@@ -150,7 +150,7 @@ def _chunks(*refs: Any, facts: Facts) -> None:
         _ChunkRow(x, new, old, states, rows, out, facts, row, at).run()
 
 
-class _Tile(NamedTuple):
+class _DeltaBlock(NamedTuple):
     """The tokens of a block of a row; `old` ones have entries, `new` ones are of this step, the others aren't there.
 
     `totals` are decays summed from the first one on. The keys of new tokens are `raw` times
@@ -169,13 +169,13 @@ class _Tile(NamedTuple):
 class _ChunkRow(NamedTuple):
     x: Ref
     new: TokenRefs
-    old: _Old
-    states: StateRefs
+    old: _OldEntries
+    states: DeltaStateRefs
     rows: RowRefs
     out: Ref
-    facts: Facts
+    facts: DeltaFacts
     row: Array
-    at: Place
+    at: DeltaPlace
 
     def run(self) -> None:
         """Compute the row's tokens, and keep what is needed of them."""
@@ -223,16 +223,14 @@ class _ChunkRow(NamedTuple):
 
         return then
 
-    def _tile(self, start: Array) -> _Tile:
+    def _tile(self, start: Array) -> _DeltaBlock:
         at, facts = self.at, self.facts
         lane = lax.iota(jnp.int32, facts.key_dim)
         position = start + lax.iota(jnp.int32, BLOCK)
         old, new = position < at.lens, (position >= at.lens) & (position < at.end)
         entry, token = lax.rem(position, facts.ring), at.token + position - at.lens
         mask = jnp.broadcast_to(old[:, None], (BLOCK, facts.key_dim))
-        kept = plgpu.load(
-            self.old.keys.at[self.row, at.key_head, entry[:, None], lane[None, :]], mask=mask, other=0.0
-        )
+        kept = plgpu.load(self.old.keys.at[self.row, at.key_head, entry[:, None], lane[None, :]], mask=mask, other=0.0)
         raw = self._load_new(token, new, lane + facts.key_dim)
         scale = per_length(raw)
         known = plgpu.load(self.old.decays.at[self.row, at.head, entry], mask=old, other=0.0)
@@ -240,14 +238,14 @@ class _ChunkRow(NamedTuple):
         decay = jnp.where(new, decay_of(gate, self.new.rate[at.head], self.new.bias[at.head]), 0.0)
         before = jnp.sum(jnp.where(position == at.lens - 1, known, 0.0))
         totals = jnp.where(old, known, before + jnp.cumsum(decay))
-        return _Tile(position, old, new, kept + raw.astype(jnp.float32) * scale, totals, raw, scale)
+        return _DeltaBlock(position, old, new, kept + raw.astype(jnp.float32) * scale, totals, raw, scale)
 
     def _load_new(self, token: Array, new: Array, channel: Array) -> Array:
         """Load outputs of the convolution, zeros for other tokens than new ones."""
         mask = jnp.broadcast_to(new[:, None], (len(token), len(channel)))
         return plgpu.load(self.x.at[token[:, None], self.at.key_head, channel[None, :]], mask=mask, other=0.0)
 
-    def _read(self, tile: _Tile, state: Array) -> tuple[Array, Array, Array, Array]:
+    def _read(self, tile: _DeltaBlock, state: Array) -> tuple[Array, Array, Array, Array]:
         """Return what new keys and queries read of the state, and their products with all keys of the block.
 
         All products with an operand follow each other, so that its parts don't take registers for long.
@@ -260,7 +258,7 @@ class _ChunkRow(NamedTuple):
         scores = [x * dot(raw, tile.keys.T, facts) for x, raw in zip(factors, (tile.raw, q), strict=True)]
         return reads[0], reads[1], self._decayed(tile, scores[0], own=False), self._decayed(tile, scores[1], own=True)
 
-    def _deltas(self, tile: _Tile, read: Array, scores: Array) -> Float32[Array, "block columns"]:
+    def _deltas(self, tile: _DeltaBlock, read: Array, scores: Array) -> Float32[Array, "block columns"]:
         """Return the deltas of all tokens: those of old ones are known, those of new ones depend on each other."""
         at, facts = self.at, self.facts
         token, entry = at.token + tile.position - at.lens, lax.rem(tile.position, facts.ring)
@@ -273,13 +271,13 @@ class _ChunkRow(NamedTuple):
         wanted = jnp.where(tile.old[:, None], known, beta * (values - read))
         return dot(inverse(beta * scores, functools.partial(dot, facts=facts)), wanted, facts)
 
-    def _decayed(self, tile: _Tile, scores: Float32[Array, "block block"], *, own: bool) -> Array:
+    def _decayed(self, tile: _DeltaBlock, scores: Float32[Array, "block block"], *, own: bool) -> Array:
         """Return the scores of earlier tokens, and of a token's `own` key, times the decay since then."""
         index = lax.iota(jnp.int32, BLOCK)
         seen = index[:, None] >= index[None, :] if own else index[:, None] > index[None, :]
         return jnp.where(seen, scores * jnp.exp(jnp.where(seen, tile.totals[:, None] - tile.totals[None, :], 0.0)), 0.0)
 
-    def _store(self, tile: _Tile, result: Float32[Array, "block columns"]) -> None:
+    def _store(self, tile: _DeltaBlock, result: Float32[Array, "block columns"]) -> None:
         """Store the outputs of the new tokens."""
         at = self.at
         token = at.token + tile.position - at.lens
@@ -287,7 +285,7 @@ class _ChunkRow(NamedTuple):
         mask = jnp.broadcast_to(tile.new[:, None], result.shape)
         plgpu.store(self.out.at[index[:, None], at.head, at.column[None, :]], result.astype(self.out.dtype), mask=mask)
 
-    def _keep_entries(self, tile: _Tile, deltas: Array) -> None:
+    def _keep_entries(self, tile: _DeltaBlock, deltas: Array) -> None:
         """Store the entries of new tokens that the state doesn't have."""
         at, facts, states = self.at, self.facts, self.states
         kept = tile.new & (tile.position >= at.after)

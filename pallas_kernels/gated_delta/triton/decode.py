@@ -18,11 +18,11 @@ from jaxtyping import Array, Float, Float32, Int
 
 from pallas_kernels.gated_delta.layout import BLOCK, DeltaStates
 from pallas_kernels.gated_delta.triton.tiles import (
-    Facts,
-    Place,
+    DeltaFacts,
+    DeltaPlace,
+    DeltaStateRefs,
     Ref,
     RowRefs,
-    StateRefs,
     TokenRefs,
     barrier,
     borders,
@@ -37,7 +37,7 @@ from pallas_kernels.gated_delta.triton.tiles import (
 )
 
 
-class _Entries(NamedTuple):
+class _RowEntries(NamedTuple):
     """The tokens after the border, by entry; `totals` are decays summed from the border on.
 
     `total` and `block` are the decays of the last token, summed from the border and from its block on.
@@ -61,12 +61,12 @@ def reads_and_writes_apart(states: DeltaStates, taps: int, queries: int) -> bool
 
 def decode(
     new: TokenRefs,
-    states: StateRefs,
+    states: DeltaStateRefs,
     rows: RowRefs,
     queries: int,
-    facts: Facts,
+    facts: DeltaFacts,
     num_warps: int,
-) -> tuple[Float[Array, "tokens value_heads value_dim"], StateRefs]:
+) -> tuple[Float[Array, "tokens value_heads value_dim"], DeltaStateRefs]:
     """Return the outputs of rows of up to `queries` tokens, and the states."""
     heads = states.deltas.shape[2]
     out, *updated = pl.pallas_call(
@@ -81,12 +81,12 @@ def decode(
         interpret=facts.interpret,
         name="gated_delta_decode",
     )(*states, new, rows)
-    return out, StateRefs(*updated)
+    return out, DeltaStateRefs(*updated)
 
 
-def _decode(*refs: Any, queries: int, facts: Facts) -> None:
-    new, rows, out, *arrays = refs[len(StateRefs._fields) :]
-    states, program, row = StateRefs(*arrays), pl.program_id(0), pl.program_id(1)
+def _decode(*refs: Any, queries: int, facts: DeltaFacts) -> None:
+    new, rows, out, *arrays = refs[len(DeltaStateRefs._fields) :]
+    states, program, row = DeltaStateRefs(*arrays), pl.program_id(0), pl.program_id(1)
 
     @pl.when(row < rows.num_seqs[0])
     def _() -> None:
@@ -96,12 +96,12 @@ def _decode(*refs: Any, queries: int, facts: Facts) -> None:
 
 class _DecodeRow(NamedTuple):
     new: TokenRefs
-    states: StateRefs
+    states: DeltaStateRefs
     rows: RowRefs
     out: Ref
-    facts: Facts
+    facts: DeltaFacts
     row: Array
-    at: Place
+    at: DeltaPlace
 
     def run(self, queries: int) -> None:
         """Compute the row's tokens, and keep what is needed of them."""
@@ -114,13 +114,11 @@ class _DecodeRow(NamedTuple):
         state = self._state(lane)
         entries = self._entries(entry, position, lane)
 
-        def step(i: Array, entries: _Entries) -> _Entries:
+        def step(i: Array, entries: _RowEntries) -> _RowEntries:
             return self._token(at.lens + i, entry, position, state, entries)
 
-        if queries == 1:
-            entries = step(jnp.int32(0), entries)
-        else:
-            entries = lax.fori_loop(0, at.end - at.lens, step, entries)
+        # A loop of one iteration would take more registers.
+        entries = step(jnp.int32(0), entries) if queries == 1 else lax.fori_loop(0, at.end - at.lens, step, entries)
         keep_tails(self.rows, self.row, at, self.new.products, states, facts)
         barrier(facts)
         keep_inputs(at, self.new.products, states, facts)
@@ -136,7 +134,7 @@ class _DecodeRow(NamedTuple):
             other=0.0,
         )
 
-    def _fold(self, border: Array, to: Array, position: Array, entries: _Entries) -> None:
+    def _fold(self, border: Array, to: Array, position: Array, entries: _RowEntries) -> None:
         """Store the state at a border.
 
         The state is loaded once more, as registers that held it until here would let fewer programs run at once.
@@ -155,7 +153,7 @@ class _DecodeRow(NamedTuple):
         state = lax.fori_loop(at.folded, border, add, jnp.exp(last) * self._state(lane))
         plgpu.store(states.recurrent.at[at.layer, to, at.head, lane[:, None], at.column[None, :]], state)
 
-    def _entries(self, entry: Array, position: Array, lane: Array) -> _Entries:
+    def _entries(self, entry: Array, position: Array, lane: Array) -> _RowEntries:
         """Load the entries that the slot has."""
         at, facts, states = self.at, self.facts, self.states
         there = position < at.lens
@@ -170,13 +168,12 @@ class _DecodeRow(NamedTuple):
         total = jnp.sum(jnp.where(last, totals, 0.0))
         block = jnp.sum(jnp.where(last, known, 0.0))
         keys, deltas = load(states.keys, at.key_head, lane), load(states.deltas, at.head, at.column)
-        return _Entries(keys, deltas, totals, total, block)
+        return _RowEntries(keys, deltas, totals, total, block)
 
-    def _token(self, i: Array, entry: Array, position: Array, state: Array, entries: _Entries) -> _Entries:
+    def _token(self, i: Array, entry: Array, position: Array, state: Array, entries: _RowEntries) -> _RowEntries:
         """Compute the token at position `i`."""
-        at, facts, new, states = self.at, self.facts, self.new, self.states
+        at, facts, new = self.at, self.facts, self.new
         token = at.token + i - at.lens
-        lane = lax.iota(jnp.int32, facts.key_dim)
         q, k = self._query_and_key(i)
         v = self._convolved(i, value_channel(at, facts)[None, None, :]).sum(axis=0).astype(jnp.float32)
         beta = lax.logistic(new.gates[token, at.key_head, 0, at.member].astype(jnp.float32))
@@ -196,7 +193,7 @@ class _DecodeRow(NamedTuple):
         plgpu.store(self.out.at[token, at.head, at.column], result.astype(self.out.dtype))
         self._keep(i, k, delta, block)
         here = position == i
-        return _Entries(
+        return _RowEntries(
             jnp.where(here[:, None], k[None, :], entries.keys),
             jnp.where(here[:, None], delta[None, :], entries.deltas),
             jnp.where(here, total, entries.totals),

@@ -25,7 +25,7 @@ Ref = Any
 
 
 @dataclasses.dataclass(frozen=True)
-class Facts:
+class DeltaFacts:
     """The static facts of a call; a program computes `columns` of the `value_dim` columns of a head."""
 
     group: int
@@ -59,7 +59,7 @@ class RowRefs(NamedTuple):
     layer: Ref
 
 
-class StateRefs(NamedTuple):
+class DeltaStateRefs(NamedTuple):
     """The arrays of `DeltaStates`."""
 
     recurrent: Ref
@@ -80,7 +80,7 @@ class TokenRefs(NamedTuple):
     bias: Ref
 
 
-class Place(NamedTuple):
+class DeltaPlace(NamedTuple):
     """What a program computes: a row's scalars, of which `end` is its length after the step, and its columns."""
 
     layer: Array
@@ -103,11 +103,11 @@ class Place(NamedTuple):
         return (self.member == 0) & (self.part == 0)
 
 
-def place(rows: RowRefs, row: Array, program: Array, facts: Facts) -> Place:
+def place(rows: RowRefs, row: Array, program: Array, facts: DeltaFacts) -> DeltaPlace:
     """Return what the program of this number computes of a row."""
     head, part = lax.div(program, facts.parts), lax.rem(program, facts.parts)
     token, lens = rows.query_starts[row], rows.lens[row]
-    return Place(
+    return DeltaPlace(
         layer=rows.layer[0],
         slot=rows.slots[row],
         token=token,
@@ -124,14 +124,14 @@ def place(rows: RowRefs, row: Array, program: Array, facts: Facts) -> Place:
     )
 
 
-def borders(rows: RowRefs, row: Array, at: Place) -> tuple[tuple[Array, Array, Array], ...]:
+def borders(rows: RowRefs, row: Array, at: DeltaPlace) -> tuple[tuple[Array, Array, Array], ...]:
     """Return the borders at which a row's state is kept: whether, after how many tokens, and in which row."""
     after, target, snapshot = at.after, rows.targets[row], rows.snapshots[row]
     writes = (after > 0) & ((after != at.folded) | (target != at.source))
     return (writes, after, target), (snapshot >= 0, rows.snapshot_lens[row], snapshot)
 
 
-def own_channels(at: Place, facts: Facts) -> tuple[tuple[Array | bool, Int[Array, " lanes"]], ...]:
+def own_channels(at: DeltaPlace, facts: DeltaFacts) -> tuple[tuple[Array | bool, Int[Array, " lanes"]], ...]:
     """Return the channels of the convolution whose inputs a program keeps, each with whether it does."""
     lane = lax.iota(jnp.int32, facts.key_dim)
     return (
@@ -141,17 +141,23 @@ def own_channels(at: Place, facts: Facts) -> tuple[tuple[Array | bool, Int[Array
     )
 
 
-def value_channel(at: Place, facts: Facts) -> Int[Array, " columns"]:
+def value_channel(at: DeltaPlace, facts: DeltaFacts) -> Int[Array, " columns"]:
     """Return the channels of a program's values."""
     return 2 * facts.key_dim + at.member * facts.value_dim + at.column
 
 
 def input_at(
-    position: Array, channel: Array, at: Any, products: Ref, states: StateRefs, facts: Facts, live: Array | bool = True
+    position: Array,
+    channel: Array,
+    at: Any,
+    products: Ref,
+    states: DeltaStateRefs,
+    facts: DeltaFacts,
+    live: Array | bool = True,
 ) -> Array:
     """Load inputs of the convolution: of this step, from the slot, from the state, or zeros before the first token.
 
-    Position and channel have shapes that broadcast to each other. `at` is a `Place`, or has vectors like `position`.
+    Position and channel have shapes that broadcast to each other. `at` is a `DeltaPlace`, or has vectors like `position`.
     """
     shape = jnp.broadcast_shapes(jnp.shape(position), jnp.shape(channel))
 
@@ -167,7 +173,13 @@ def input_at(
 
 
 def convolved(
-    position: Array, channel: Array, at: Any, new: TokenRefs, states: StateRefs, facts: Facts, live: Array | bool = True
+    position: Array,
+    channel: Array,
+    at: Any,
+    new: TokenRefs,
+    states: DeltaStateRefs,
+    facts: DeltaFacts,
+    live: Array | bool = True,
 ) -> Array:
     """Return the convolution's output after the SiLU, in the dtype of the products."""
     total = None
@@ -181,7 +193,7 @@ def convolved(
 
 
 def keep_tails(
-    rows: RowRefs, row: Array, at: Place, products: Ref, states: StateRefs, facts: Facts
+    rows: RowRefs, row: Array, at: DeltaPlace, products: Ref, states: DeltaStateRefs, facts: DeltaFacts
 ) -> None:
     """Store the inputs of the convolution before each border at which the state is kept."""
     for wanted, border, to in borders(rows, row, at):
@@ -194,7 +206,7 @@ def keep_tails(
                     plgpu.store(states.tails.at[at.layer, to, at.key_head, tap, channel], found)
 
 
-def keep_inputs(at: Place, products: Ref, states: StateRefs, facts: Facts) -> None:
+def keep_inputs(at: DeltaPlace, products: Ref, states: DeltaStateRefs, facts: DeltaFacts) -> None:
     """Store the inputs of the convolution of the last new tokens in the slot."""
 
     def one(position: Array, _: None) -> None:
@@ -238,7 +250,7 @@ def totals_of(
     return known + jnp.sum(jnp.where(earlier, last[:, None], 0.0), axis=0)
 
 
-def dot(a: Float[Array, "m k"], b: Float32[Array, "k n"], facts: Facts) -> Float32[Array, "m n"]:
+def dot(a: Float[Array, "m k"], b: Float32[Array, "k n"], facts: DeltaFacts) -> Float32[Array, "m n"]:
     """Multiply on tensor cores, by products of the parts of float32 in bfloat16: the last 8 of 24 bits are lost."""
     if facts.interpret:
         return jnp.dot(a.astype(jnp.float32), b, precision=lax.Precision.HIGHEST)
@@ -250,7 +262,7 @@ def dot(a: Float[Array, "m k"], b: Float32[Array, "k n"], facts: Facts) -> Float
     return sum(jnp.dot(a, part, preferred_element_type=jnp.float32) for part in (rest, first))
 
 
-def barrier(facts: Facts) -> None:
+def barrier(facts: DeltaFacts) -> None:
     """Wait for all threads of the program, so that what was loaded before may be overwritten."""
     if not facts.interpret:
         plgpu.debug_barrier()
