@@ -174,7 +174,7 @@ def convolve(
 
 def write_convolution(module: Module, facts: CpuDelta, channels: int, features: frozenset[str]) -> None:
     """Add the function that `convolve` calls: within the whole kernel, its constants would not be in registers."""
-    f = module.function(_convolution(facts, channels), [PTR, PTR, I64, I64, PTR], inline=False)
+    f = module.function(_convolution(facts, channels), [PTR, PTR, I64, I64, PTR], form="apart")
     windows, conv, channel_bytes, count, to = f.arguments
 
     def convolve_vector(channel: Value) -> None:

@@ -1,4 +1,4 @@
-"""Sequences in many steps: every backend against the whole sequence in float64, and the CPU's bits against each other."""
+"""Sequences in many steps: backends against the whole sequence in float64, and the CPU's bits against each other."""
 
 from __future__ import annotations
 
@@ -87,8 +87,9 @@ def _after_a_hit(walk: Walk) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_bits_do_not_depend_on_steps(dtype: str) -> None:
-    """Cover one pass, odd chunks, single tokens, hits, rejected drafts, and other rows; an item of a row alone has fewer
-    values than one in company.
+    """Cover one pass, odd chunks, single tokens, hits, rejected drafts, and other rows.
+
+    An item of a row alone has fewer values than one in company.
     """
     case = Case("walk", (), key_heads=1, group=2, key_dim=32, value_dim=128, dtype=dtype, max_drafts=DRAFTS, num_rows=6)
     case = Case(**{**vars(case), "num_tokens": LENGTH})

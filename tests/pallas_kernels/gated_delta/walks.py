@@ -26,7 +26,8 @@ NUM_STATES, NUM_SLOTS = 24, 8
 
 @dataclasses.dataclass(frozen=True)
 class Advance:
-    """A row of a step: `new` tokens of a sequence, of which `drafts` aren't certain, and `wrong` more that are rejected.
+    """A row of a step: `new` tokens of a sequence, of which `drafts` aren't certain, and `wrong` others after them,
+    which are rejected.
 
     With `moves`, the state is written to another row. `snapshot` is a border at which another row gets the state.
     """
@@ -53,8 +54,8 @@ class _Place:
 class Walk:
     """Computes sequences of `length` tokens by steps of a backend.
 
-    `outputs` are by sequence and token, `borders` the rows of the pool by sequence and border, and `entries` what a slot
-    had of a token when it was computed.
+    `outputs` are by sequence and token, `borders` the rows of the pool by sequence and border, and `entries` what a
+    slot had of a token when it was computed.
     """
 
     def __init__(self, case: Case, backend: BackendName, sequences: int, length: int) -> None:
