@@ -37,7 +37,13 @@ from jaxserve.runtime.devices.attach import attach
 from jaxserve.runtime.devices.device import facts_of_devices, free_bytes
 from jaxserve.runtime.devices.distributed import devices_of_all, join_processes, resolve_local_devices
 from jaxserve.runtime.devices.mesh import device_bytes, make_stage_meshes
-from jaxserve.runtime.execution.deployment_log import log_drafting, log_kv_groups, log_kv_scales, log_weights
+from jaxserve.runtime.execution.deployment_log import (
+    log_drafting,
+    log_kv_groups,
+    log_kv_scales,
+    log_states,
+    log_weights,
+)
 from jaxserve.runtime.execution.device_commands import (
     BroadcastCommands,
     DeviceCommands,
@@ -65,7 +71,7 @@ from jaxserve.runtime.sizing.deployment import Deployment, deploy
 from jaxserve.runtime.sizing.memory_advice import deploy_or_advise
 from jaxserve.runtime.sizing.sizes import Sizes
 from jaxserve.runtime.sizing.temp_memory import size_pool_by_compiler
-from jaxserve.runtime.step.page_copies import row_specs
+from jaxserve.runtime.step.page_copies import num_groups, row_specs
 from jaxserve.runtime.step.program import ProgramKey
 from jaxserve.text.grammars.vocabulary import load_vocabulary
 from jaxserve.text.tokenizers.tokenizer import load_tokenizer
@@ -198,9 +204,11 @@ def _prepare(config: EngineConfig, nodes: ProcessGroup | None) -> _EngineParts:
         if config.load_format != "dummy" and not config.calculate_kv_scales:
             scales = [checkpoint_kv_scales(source, part.model) for part in deployment.parts]
         log_kv_scales(deployment, scales)
-    rows = [[row_specs(part.state, group) for group in range(len(part.kv_specs))] for part in deployment.parts]
+    groups_copied = range(num_groups(sizes.capacity))
+    rows = [[row_specs(part.state, group) for group in groups_copied] for part in deployment.parts]
     by_group = [list(itertools.chain.from_iterable(own)) for own in zip(*rows)]
-    num_host_pages = host_pages(config, sizes.capacity.pages_by_group, by_group)
+    on_devices = *sizes.capacity.pages_by_group, *([sizes.capacity.num_states] if sizes.capacity.num_states else [])
+    num_host_pages = host_pages(config, on_devices, by_group)
     with phases("weights"):
         weights = open_readers(deployment, source)
     # No program is loaded while serving in a mesh, whose processes must choose alike, nor by several stages, nor on a
@@ -247,10 +255,14 @@ def _prepare(config: EngineConfig, nodes: ProcessGroup | None) -> _EngineParts:
     )
     groups = _kv_groups(deployment)
     log_kv_groups(groups, sizes.capacity.page_size)
+    log_states(deployment)
     if num_host_pages:
         logger.info(
-            "hierarchical cache: %s tokens in host memory (%.2f GiB), %s",
-            " and ".join(str(deployment.data * pages * sizes.capacity.page_size) for pages in num_host_pages),
+            "hierarchical cache: %s tokens%s in host memory (%.2f GiB), %s",
+            " and ".join(
+                str(deployment.data * pages * sizes.capacity.page_size) for pages in num_host_pages[: len(groups)]
+            ),
+            f" and {deployment.data * num_host_pages[-1]} states" if sizes.capacity.num_states else "",
             sum(one.host_bytes for one in stages if one is not None) / 2**30,
             config.hicache_write_policy,
         )
@@ -275,6 +287,8 @@ def _prepare(config: EngineConfig, nodes: ProcessGroup | None) -> _EngineParts:
         weight_bytes=sizes.footprint.weights,
         deterministic=not deployment.nondeterminism,
         kv_groups=groups,
+        num_states=deployment.data * sizes.capacity.num_states,
+        state_bytes=sizes.state_bytes,
     )
     return _EngineParts(deployment, programs, calls, num_host_pages, info, phases)
 
@@ -361,7 +375,9 @@ def _make_loop(
         policy=config.schedule_policy,
         conservativeness=config.schedule_conservativeness,
         prefix_cache=not config.disable_radix_cache,
-        num_host_pages=num_host_pages,
+        num_host_pages=num_host_pages[: len(sizes.capacity.pages_by_group)],
+        num_host_states=num_host_pages[-1] if num_host_pages and sizes.capacity.num_states else 0,
+        state_snapshot_interval=config.state_snapshot_interval,
         host_write_policy=config.hicache_write_policy,
         record_cache_events=config.kv_events_config is not None,
         speculation=speculation,

@@ -58,7 +58,7 @@ ORDER_INSIDE = {
     "jaxserve.config": "mappings nearest pipeline processes speculation threads | foreign_forms kv_events ranges | "
                        "aliases schema | data_parallel settings | load | explain",
     "jaxserve.engine": "kv_cache multihost speculation | scheduling | core | process | client",
-    "jaxserve.layers": "axes batch exchange | linear norm rope vocabulary | attention embedding mlp | "
+    "jaxserve.layers": "axes batch exchange | linear norm rope vocabulary | attention delta_net embedding mlp | "
                        "latent_attention mixture",
     "jaxserve.model_source": "builtin fields gguf_architectures | gguf_metadata | gguf_config | source",
     "jaxserve.models": "config dtypes read_fields rope | layout | parameters | decoder other_attention | gemma llama | "
@@ -76,11 +76,12 @@ ORDER_INSIDE = {
     "jaxserve.weights": "arrays gguf_blocks mismatch parts scales source stacked_experts | "
                         "dummy finite hf kv_scales manifest | gguf orbax orbax_write quantized | convert load | open",
     "pallas_kernels": "cpu gpu_code target | dispatch tuning | "
-                      "activation ngram_lookup normalization paged_attention quantized_matmul sampling | "
+                      "activation gated_delta ngram_lookup normalization paged_attention quantized_matmul sampling | "
                       "grouped_matmul | expert_routing | tune",
     "pallas_kernels.activation": "cpu | api",
     "pallas_kernels.cpu": "types | emit | ffi maths tile_registers | compile",
     "pallas_kernels.expert_routing": "cpu routing | reference | api triton",
+    "pallas_kernels.gated_delta": "layout problem | arguments backends | api cpu reference",
     "pallas_kernels.gpu_code": "wire | cubin riegeli | executable",
     "pallas_kernels.grouped_matmul": "gate groups tuning | epilogue | backends cpu mosaic_tpu reference triton | "
                                      "api mosaic_gpu",

@@ -80,7 +80,8 @@ def _memory_table(plan: CapacityReport) -> str:
     made, [whole] = plan.deployment, plan.stages
     memory = [
         ("weights", whole.weights, made.weights.summary),
-        ("state by slot", whole.state, f"{made.capacity.num_slots} slots"),
+        ("state by slot", whole.state - whole.states, f"{made.capacity.num_slots} slots"),
+        *([("states of sequences", whole.states, _states(plan))] if whole.states else []),
         ("largest working memory", whole.temp, plan.temp_source),
         *_pool_rows(plan),
         ("left", whole.left, f"of {plan.usable_bytes / _GIB:.2f} GiB usable"),
@@ -104,7 +105,7 @@ def _stage_table(plan: CapacityReport) -> str:
     ]
     notes = [
         *([f"weights: {weights}"] if weights else []),
-        f"state: {capacity.num_slots} slots",
+        f"state: {capacity.num_slots} slots" + (f", {_states(plan)}" if capacity.num_states else ""),
         f"working memory: {plan.temp_source}",
         f"KV pool: {', '.join(pools)}",
         f"usable: {plan.usable_bytes / _GIB:.2f} GiB by --mem-fraction-static",
@@ -122,6 +123,14 @@ def _ends(stage: StageReport) -> tuple[str, str]:
 
 def _sizes(stage: StageReport) -> tuple[int, ...]:
     return stage.weights, stage.state, stage.temp, stage.pool, stage.left
+
+
+def _states(plan: CapacityReport) -> str:
+    """Return how many states of sequences there are, and what one takes."""
+    made, whole = plan.deployment, plan.fullest.deployment
+    running, states = made.capacity.num_slots, made.capacity.num_states
+    one = whole.sizes.state_bytes / 2**20
+    return f"{states} of {one:.2f} MiB: {running} of requests, {states - running} more for cached prefixes"
 
 
 def _pool_rows(plan: CapacityReport) -> list[tuple[str, int, str]]:
@@ -229,6 +238,8 @@ def as_json(plan: CapacityReport) -> dict[str, Any]:
         ],
         "weight_bytes": fullest.weights,
         "state_bytes": fullest.state,
+        "num_states": made.num_ranks * made.capacity.num_states,
+        "bytes_per_state": fullest.deployment.sizes.state_bytes,
         "temp_bytes": fullest.temp,
         "temp_source": plan.temp_source,
         "kv_bytes_per_token": sum(size for *_, size in fullest.kv_groups),

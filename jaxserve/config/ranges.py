@@ -30,6 +30,8 @@ ENGINE_RANGES: Ranges = {
     "max_total_tokens": (1, _MOST_BYTES),
     "swa_full_tokens_ratio": (_ABOVE_0, 1.0),
     "max_running_requests": (1, MOST),
+    "max_mamba_cache_size": (1, MOST),
+    "state_snapshot_interval": (0, MOST),
     "max_queued_requests": (0, MOST),
     "max_num_queued_reqs": (0, MOST),
     "max_num_queued_tokens": (0, MOST),

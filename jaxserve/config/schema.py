@@ -6,7 +6,7 @@ logged. Checks that need no model are made here; checks that need the model or t
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -157,8 +157,26 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         bool, Meta(description="keep whole sequences in the KV cache also for layers with a sliding window")
     ] = False
     max_running_requests: Annotated[
-        int | None, Meta(description="maximum running requests per rank; default: 32 on a CPU, else 256")
+        int | None,
+        Meta(
+            description="maximum running requests per rank; default: 32 on a CPU, else 256; fewer if the model keeps a "
+            "state for each sequence, and memory has no room for more"
+        ),
     ] = None
+    max_mamba_cache_size: Annotated[
+        int | None,
+        Meta(
+            description="states of sequences per rank, of running requests and of cached prefixes, in models that keep "
+            "some (gated delta nets); default: half as many more than max_running_requests, at least 8 more"
+        ),
+    ] = None
+    state_snapshot_interval: Annotated[
+        int,
+        Meta(
+            description="in models that keep a state for each sequence: tokens of a long prompt after which its state "
+            "is kept, so that prompts that begin alike can use it; 0: only at its end, and where prompts branched"
+        ),
+    ] = 0
     max_queued_requests: Annotated[
         int | None, Meta(description="maximum waiting requests; further ones are answered 503; default: no limit")
     ] = None
@@ -296,6 +314,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="lowest severity of log lines that are written")
     ] = "info"
+
+    def with_defaults(self, **values: Any) -> EngineConfig:
+        """Return a copy in which settings that are None have these values."""
+        return msgspec.structs.replace(
+            self, **{name: value for name, value in values.items() if getattr(self, name) is None}
+        )
 
     def __post_init__(self) -> None:
         check_ranges(self, ENGINE_RANGES)

@@ -101,11 +101,11 @@ def self_attention(
         if query_scale is not None:
             q *= query_scale[:, None, None].astype(q.dtype)
         attended, pool = paged_attention(q, k, v, *where)
+    output = params.output.reshape(params.output.shape[0], -1)
     attended = attended.reshape(len(x), -1)
     if params.gate is not None:
         gate = linear(x, params.gate.reshape(attended.shape[1], -1))
         attended = (attended.astype(jnp.float32) * jax.nn.sigmoid(gate.astype(jnp.float32))).astype(x.dtype)
-    output = params.output.reshape(params.output.shape[0], -1)
     return row_parallel(attended, output, params.output_bias), replace_pool(kv, layer.group, pool)
 
 

@@ -85,10 +85,16 @@ class Module:
         self._declared: dict[str, str] = {}
 
     def function(
-        self, name: str, arguments: Sequence[Type], result: Type | None = None, *, public: bool = False
+        self,
+        name: str,
+        arguments: Sequence[Type],
+        result: Type | None = None,
+        *,
+        public: bool = False,
+        inline: bool = True,
     ) -> Function:
-        """Return a new function without instructions; `ret` must end it."""
-        function = Function(self, name, arguments, result, public)
+        """Return a new function without instructions; `ret` must end it. `inline` lets LLVM copy it into its callers."""
+        function = Function(self, name, arguments, result, public, inline)
         self._functions.append(function)
         return function
 
@@ -104,11 +110,20 @@ class Module:
 class Function:
     """One function; each instruction is appended to its current basic block."""
 
-    def __init__(self, module: Module, name: str, arguments: Sequence[Type], result: Type | None, public: bool) -> None:
+    def __init__(
+        self,
+        module: Module,
+        name: str,
+        arguments: Sequence[Type],
+        result: Type | None,
+        public: bool,
+        inline: bool,
+    ) -> None:
         self.module = module
         self.name = name
         self.result = result
         self._linkage = "" if public else "internal "
+        self._attributes = "nounwind" if inline else "nounwind noinline"
         self._stack: list[str] = []
         self._lines: list[str] = []
         self._count = 0
@@ -118,7 +133,9 @@ class Function:
     def __str__(self) -> str:
         arguments = ", ".join(f"{value.type} {value.ref}" for value in self.arguments)
         body = "\n".join(["entry:", *self._stack, *self._lines])
-        return f"define {self._linkage}{self.result or 'void'} @{self.name}({arguments}) nounwind {{\n{body}\n}}"
+        return (
+            f"define {self._linkage}{self.result or 'void'} @{self.name}({arguments}) {self._attributes} {{\n{body}\n}}"
+        )
 
     def constant(self, kind: Type, number: Number | Sequence[Number]) -> Value:
         """Return a constant: one number for all lanes, or one for each."""

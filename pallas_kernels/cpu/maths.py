@@ -62,6 +62,28 @@ def tanh(f: Function, x: Value) -> Value:
     return 1.0 - f.constant(x.type, 2.0) / (e + 1.0)
 
 
+def sigmoid(f: Function, x: Value, features: frozenset[str]) -> Value:
+    """Return `1 / (1 + exp(-x))` of 16 numbers, with a relative error of 3e-7; 1e-38 below -87."""
+    below = exp(f, f.minimum(0.0 - x, -_LOWEST)) + 1.0
+    one = f.constant(x.type, 1.0)
+    if "avx512f" not in features:
+        return one / below
+    # A division takes as long as the rest. This is right to 14 bits, and to 28 after a step of Newton's.
+    near = f.call("llvm.x86.avx512.rcp14.ps.512", x.type, below, one, f.constant(I16, -1))
+    return f.fma(f.fma(0.0 - below, near, one), near, near)
+
+
+def softplus(f: Function, x: Value) -> Value:
+    """Return `log(1 + exp(x))`, with a relative error of 3e-7; 0 below -87."""
+    small = exp(f, f.minimum(x, 0.0 - x))
+    total = small + 1.0
+    # The logarithm of the rounded sum, times what rounding changed (as in Kahan's log1p)
+    kept = total - 1.0
+    is_lost = kept.equals(0.0)
+    ratio = small / f.select(is_lost, f.constant(x.type, 1.0), kept)
+    return f.maximum(x, 0.0) + f.select(is_lost, small, log(f, total) * ratio)
+
+
 def reduce_lanes(f: Function, x: Value, operation: Callable[[Value, Value], Value]) -> Value:
     """Reduce all lanes by an operation; every lane holds the result."""
     lanes = x.type.lanes

@@ -9,6 +9,7 @@ from jaxserve.api_types import KVGroup
 from jaxserve.runtime.devices.mesh import device_bytes
 from jaxserve.runtime.sizing.deployment import Deployment
 from jaxserve.weights.kv_scales import KVScales
+from pallas_kernels.gated_delta import DeltaProblem, choose_backend
 from pallas_kernels.paged_attention import largest_float8
 
 logger = logging.getLogger("jaxserve.runtime")
@@ -24,6 +25,28 @@ def log_kv_groups(groups: Sequence[KVGroup], page_size: int) -> None:
         kind = "full" if group.window is None else f"with a window of {group.window}"
         found.append(f"{layers} {kind}, {group.num_pages * page_size} tokens")
     logger.info("KV groups: %s", "; ".join(found))
+
+
+def log_states(deployment: Deployment) -> None:
+    """Log the states that the model keeps of sequences, and the kernel that computes them, if it keeps any."""
+    spec, sizes = deployment.model.state_spec(), deployment.sizes
+    if spec is None:
+        return
+    shards = deployment.tensor
+    problem = DeltaProblem(
+        spec.key_heads // shards, spec.value_heads // shards, spec.key_dim, spec.value_dim, spec.taps, deployment.dtype
+    )
+    backend = choose_backend(deployment.device.kernels, problem)
+    logger.info(
+        "states of sequences: %d of %.2f MiB on each device, for %d requests and for prefixes every %d tokens or more; "
+        "gated delta nets: %s (%s)",
+        deployment.data * sizes.capacity.num_states,
+        sizes.state_bytes / 2**20,
+        deployment.data * sizes.capacity.num_slots,
+        sizes.capacity.state_unit,
+        backend.name,
+        backend.reason,
+    )
 
 
 def log_drafting(deployment: Deployment) -> None:

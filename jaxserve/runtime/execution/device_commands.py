@@ -151,11 +151,14 @@ class LocalCommands:
 
     def save(self, group: int, pages: Pages, slots: Pages) -> None:
         """Copy pages to host memory."""
-        self._host[group].store(slots, self.call(read_key(group), pack_pages(pages)))
+        self._host[group].store(slots, self.call(read_key(group), self._pages(group, pages)))
 
     def load(self, group: int, pages: Pages, slots: Pages) -> None:
         """Copy pages back. Waits for pages that are still being copied to host memory."""
-        self.call(write_key(group), pack_pages(pages), *self._host[group].fetch(slots))
+        self.call(write_key(group), self._pages(group, pages), *self._host[group].fetch(slots))
+
+    def _pages(self, group: int, pages: Pages) -> np.ndarray:
+        return pack_pages(pages, self._host[group].pages_per_copy)
 
     @property
     def host_bytes(self) -> int:

@@ -22,7 +22,7 @@ from jaxserve.runtime.step import kv_scales
 from jaxserve.runtime.step.draft import pack_drafts, pack_reads
 from jaxserve.runtime.step.draw import DrawOutput, pack_draws
 from jaxserve.runtime.step.kv_scales import KV_SCALES_KEY
-from jaxserve.runtime.step.page_copies import PAGES_PER_COPY
+from jaxserve.runtime.step.page_copies import num_groups, pages_per_copy
 from jaxserve.runtime.step.program import ProgramKey
 from jaxserve.runtime.step.sampling import Logprobs
 from jaxserve.runtime.step.slot_update import (
@@ -284,13 +284,14 @@ class DeviceExecutor:
 
     def _split_copies(self, copies: list[PageCopy]) -> Iterator[tuple[int, Pages, Pages]]:
         """Split copies into commands; yields the KV group of a command, and its sources and targets by rank."""
-        for group in range(len(self._capacity.pages_by_group)):
+        for group in range(num_groups(self._capacity)):
             by_rank: list[list[PageCopy]] = [[] for _ in range(self._capacity.num_ranks)]
             for copy in copies:
                 if copy[0] == group:
                     by_rank[copy[1]].append(copy)
-            for at in range(0, max(map(len, by_rank)), PAGES_PER_COPY):
-                some = [own[at : at + PAGES_PER_COPY] for own in by_rank]
+            most = pages_per_copy(self._capacity, group)
+            for at in range(0, max(map(len, by_rank)), most):
+                some = [own[at : at + most] for own in by_rank]
                 yield group, [[one[2] for one in own] for own in some], [[one[3] for one in own] for own in some]
 
     def _open(self, opens: list[SlotOpen]) -> None:

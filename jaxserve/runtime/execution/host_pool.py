@@ -60,6 +60,11 @@ class HostPool:
         self._max_in_flight = max(1, min(_MAX_TRANSFERS_IN_FLIGHT, _MAX_BYTES_IN_FLIGHT // max(transfer_bytes, 1)))
 
     @property
+    def pages_per_copy(self) -> int:
+        """The number of pages that one call copies."""
+        return self._specs[0].shape[1]
+
+    @property
     def nbytes(self) -> int:
         """Bytes that the pool takes once every slot was used."""
         return sum(array.nbytes for array in self._arrays)
@@ -108,7 +113,7 @@ class HostPool:
 def host_pages(config: EngineConfig, num_pages: Sequence[int], specs: Sequence[Sequence[ArraySpec]]) -> tuple[int, ...]:
     """Return how many pages of host memory each rank gets for each KV group; none without a hierarchical cache.
 
-    `num_pages` are the pages on its devices. `--hicache-ratio` multiplies them, and `--hicache-size` is divided in
+    `num_pages` are the pages on its devices; those of states, if there are any, are the last. `--hicache-ratio` multiplies them, and `--hicache-size` is divided in
     proportion to their bytes. Raises `ConfigError` if the result is 0 or exceeds free memory.
     """
     if not config.enable_hierarchical_cache:

@@ -66,7 +66,7 @@ class BundleManifest(msgspec.Struct, frozen=True, kw_only=True):
 
     `facts` are those of the builder, by name of the part if there are several; `settings` are all settings that differ
     from their defaults. `target` names the description of the device that it was compiled for if none was attached,
-    else it is empty.
+    else it is empty. `num_slots` and `num_states` are those of a rank, if the model keeps states.
     """
 
     format: int
@@ -76,6 +76,8 @@ class BundleManifest(msgspec.Struct, frozen=True, kw_only=True):
     programs: list[str]
     facts: dict[str, Any]
     target: str = ""
+    num_slots: int = 0
+    num_states: int = 0
 
 
 def write_manifest(folder: Path, config: EngineConfig, parts: Sequence[BundlePart], target: str = "") -> None:
@@ -92,6 +94,8 @@ def write_manifest(folder: Path, config: EngineConfig, parts: Sequence[BundlePar
         programs=[name for part in parts for name in part.program_names],
         facts=facts.get("", facts),
         target=target,
+        num_slots=capacity.num_slots if capacity.num_states else 0,
+        num_states=capacity.num_states,
     )
     (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
 
@@ -117,7 +121,7 @@ def read_manifest(folder: Path) -> BundleManifest:
 
 
 def sized_like_bundle(config: EngineConfig, manifest: BundleManifest) -> EngineConfig:
-    """Return the configuration with the bundle's pool size, which would else vary a little with the free memory.
+    """Return the configuration with the bundle's pool sizes, which would else vary a little with the free memory.
 
     Raises `ConfigError` if the bundle is for another number of pipeline stages.
     """
@@ -126,9 +130,10 @@ def sized_like_bundle(config: EngineConfig, manifest: BundleManifest) -> EngineC
             f"programs={config.programs} was made for pp_size={stages}, and pp_size is {config.pp_size}: set --pp-size "
             f"{stages}, or make it again with `jaxserve compile --output {config.programs} --pp-size {config.pp_size}`"
         )
-    if config.max_total_tokens is not None:
-        return config
-    return msgspec.structs.replace(config, max_total_tokens=manifest.pool_tokens)
+    sizes = {"max_total_tokens": manifest.pool_tokens}
+    if manifest.num_states:
+        sizes |= {"max_running_requests": manifest.num_slots, "max_mamba_cache_size": manifest.num_states}
+    return config.with_defaults(**sizes)
 
 
 def load_bundle(

@@ -63,6 +63,11 @@ class StageReport:
         return self.deployment.sizes.footprint.state
 
     @property
+    def states(self) -> int:
+        """The bytes of the states of sequences, which are among those of its state."""
+        return self.deployment.sizes.footprint.states
+
+    @property
     def pool(self) -> int:
         """The bytes of its KV pools."""
         return self.deployment.sizes.pool_bytes

@@ -231,7 +231,9 @@ def deploy(
     if config.enable_deterministic_inference and nondeterminism:
         raise ConfigError(f"enable_deterministic_inference: {nondeterminism}")
 
-    def deployment(model: AnyModel, most_pages: Sequence[int] | None = None) -> Deployment:
+    def deployment(
+        model: AnyModel, most_pages: Sequence[int] | None = None, states: tuple[int, int] | None = None
+    ) -> Deployment:
         own = stage_params(params, model, embeds=model.draws and drafting is not None and drafting.needs_embedding)
         drafts = drafting if model.draws else None
         describe = functools.partial(
@@ -243,7 +245,9 @@ def deploy(
             drafter=None if drafts is None else drafts.drafter,
         )
         sizes = fit_sizes(
-            config,
+            config
+            if states is None
+            else config.with_defaults(max_running_requests=states[0], max_mamba_cache_size=states[1]),
             model,
             device,
             divided,
@@ -279,24 +283,31 @@ def deploy(
 
 def _join_stages(
     models: Sequence[AnyModel],
-    deployment: Callable[[AnyModel, Sequence[int] | None], Deployment],
+    deployment: Callable[[AnyModel, Sequence[int] | None, tuple[int, int] | None], Deployment],
     params: Any,
     drafting: Drafting | None,
 ) -> Deployment:
-    """Return the deployment of all stages, with as many pages as the stage with the fewest has room for."""
+    """Return the deployment of all stages, with as many pages as the stage with the fewest has room for, and as many
+    requests and states."""
 
-    def fit(model: AnyModel, most_pages: Sequence[int] | None) -> Deployment:
+    def fit(
+        model: AnyModel, most_pages: Sequence[int] | None = None, states: tuple[int, int] | None = None
+    ) -> Deployment:
         try:
-            return deployment(model, most_pages)
+            return deployment(model, most_pages, states)
         except InsufficientMemoryError as error:
             stage = model.stage
             assert stage is not None
             layers = f"layers {stage.first} to {stage.end - 1}"
             raise InsufficientMemoryError(f"stage {stage.index} of {stage.count}, with {layers}: {error}") from None
 
-    alone = [fit(model, None) for model in models]
+    alone = [fit(model) for model in models]
+    states = None
+    if alone[0].capacity.num_states:
+        states = min((made.capacity.num_slots, made.capacity.num_states) for made in alone)
+        alone = [fit(model, None, states) for model in models]
     fullest = min(alone, key=lambda one: one.capacity.num_pages)
-    parts = [fit(model, fullest.capacity.pages_by_group) for model in models]
+    parts = [fit(model, fullest.capacity.pages_by_group, states) for model in models]
     bound = any(part.sizes.memory_bound for part in alone)
     parts = [dataclasses.replace(one, sizes=dataclasses.replace(one.sizes, memory_bound=bound)) for one in parts]
     assert all(part.capacity == parts[0].capacity for part in parts)
@@ -327,6 +338,11 @@ def _lay_out(config: EngineConfig, model: ModelConfig, device: DeviceFacts, divi
 def _check_kv_groups(config: EngineConfig, model: AnyModel) -> None:
     """Raise `ConfigError` for settings of the KV cache that don't fit the groups of the model."""
     specs = model.kv_specs()
+    if model.state_spec() is not None and config.calculate_kv_scales:
+        raise ConfigError(
+            "calculate_kv_scales: the layers of this model that keep a state for each sequence can't run without one; "
+            "leave it out: scales are then the checkpoint's, or 1"
+        )
     if config.disable_hybrid_swa_memory and len(specs) > 1:
         heads = ", ".join(f"{spec.num_kv_heads} of size {spec.head_dim}" for spec in specs)
         raise ConfigError(

@@ -105,6 +105,11 @@ def plan_drafting(
             f"speculative_model={config.speculative_model}: its layers have KV heads of different number or size, and "
             "a draft model's must be the same"
         )
+    if draft.state_spec() is not None and config.speculative_method != "mtp":
+        raise ConfigError(
+            f"speculative_model={config.speculative_model}: some of its layers keep a state for each sequence, and a "
+            "draft model's may not"
+        )
     params, quantization = abstract_params(draft, dtype), draft.config.quantization
     stored = stored or stored_by_config(quantization, params)
     setting = config.quantization

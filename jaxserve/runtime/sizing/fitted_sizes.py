@@ -16,6 +16,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.models.layout import AnyModel
 from jaxserve.runtime.devices.device import DeviceFacts
 from jaxserve.runtime.devices.mesh import axis_sizes, device_bytes
+from jaxserve.runtime.sizing.drafting import max_drafts
 from jaxserve.runtime.sizing.sizes import Sizes, resolve_sizes
 from jaxserve.runtime.step.state import DeviceState, pool_layout
 from jaxserve.step_plan import Capacity, WindowGroup
@@ -41,7 +42,7 @@ def fit_sizes(
     of it. Raises `ConfigError`.
     """
     axes = axis_sizes(data=divided.data, tensor=divided.tensor, expert=divided.expert)
-    slot_bytes, page_bytes = _slot_and_page_bytes(describe, config, model, divided.data, axes)
+    slot_bytes, page_bytes, state_bytes = _bytes_of_one(describe, config, model, divided.data, axes)
     resolve = functools.partial(
         resolve_sizes,
         model=model,
@@ -49,6 +50,7 @@ def fit_sizes(
         weight_bytes=device_bytes(params, axes),
         slot_bytes=slot_bytes,
         bytes_per_token=tuple(size // config.page_size for size in page_bytes),
+        state_bytes=state_bytes,
         activations=activations,
         divided=divided,
     )
@@ -67,17 +69,17 @@ def fit_sizes(
     )
 
 
-def _slot_and_page_bytes(
+def _bytes_of_one(
     describe: Callable[[Capacity], DeviceState],
     config: EngineConfig,
     model: AnyModel,
     ranks: int,
     axes: dict[str, int],
-) -> tuple[int, list[int]]:
-    """Return the bytes that a slot takes on a device, and those of a page by KV group.
+) -> tuple[int, list[int], int]:
+    """Return the bytes that a slot takes on a device, those of a page by KV group, and those of a sequence's state.
 
-    They are measured in a state with one slot and one page of each group. A page of the first group also holds a draft
-    model's keys and values, and the features for a head.
+    They are measured in a state with one slot, one page of each group and one state. A page of the first group also
+    holds a draft model's keys and values, and the features for a head.
     """
     windows = (spec.window for spec in model.kv_specs())
     one_of_each = Capacity(
@@ -90,6 +92,8 @@ def _slot_and_page_bytes(
         prompt_logprob_tokens=1,
         num_ranks=ranks,
         window_groups=tuple(WindowGroup(1, window) for window in windows if window is not None),
+        max_drafts=max_drafts(config),
+        num_states=0 if model.state_spec() is None else 1,
     )
     state = describe(one_of_each)
     page_bytes = [device_bytes(pool.pools, axes) for pool in state.kv]
@@ -97,7 +101,8 @@ def _slot_and_page_bytes(
     if state.drafts is not None and state.drafts.kv is not None:
         page_bytes[0] += device_bytes((state.drafts.kv.pools, state.drafts.features), axes)
         slot_bytes -= device_bytes((state.drafts.kv, state.drafts.features), axes)
-    return slot_bytes, page_bytes
+    state_bytes = 0 if state.states is None else device_bytes(state.states.pool.pools, axes)
+    return slot_bytes - state_bytes, page_bytes, state_bytes
 
 
 def _addressable_pages(backend: Backend, model: AnyModel, capacity: Capacity, kv_dtype: np.dtype) -> list[int]:

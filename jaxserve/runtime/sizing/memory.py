@@ -21,14 +21,15 @@ class InsufficientMemoryError(ConfigError):
 class Footprint:
     """Bytes that a deployment takes on one device besides the KV pools, and the bytes of a token in each of them.
 
-    `state` is the state by slot. `activations` is the working memory of the largest program: an estimate, or the
-    compiler's figure once there is one.
+    `state` is the state by slot, with the `states` of sequences in models that keep some. `activations` is the working
+    memory of the largest program: an estimate, or the compiler's figure once there is one.
     """
 
     weights: int
     state: int
     activations: int
     kv_per_token: tuple[int, ...]
+    states: int = 0
 
     @property
     def non_pool(self) -> int:

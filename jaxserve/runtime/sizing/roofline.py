@@ -20,6 +20,7 @@ from jaxserve.params import ParamSpec
 from jaxserve.runtime.devices.mesh import device_bytes
 from jaxserve.runtime.devices.target import DeviceTarget
 from jaxserve.runtime.sizing.deployment import Deployment
+from pallas_kernels.gated_delta import BLOCK
 from pallas_kernels.quantized_matmul import HeldWeight, QuantizedWeight
 
 
@@ -62,6 +63,8 @@ class Roofline:
     All experts take `expert_bytes`. Each token chooses a `chosen_share` of them, evenly, and a step reads the experts
     that tokens of any of `expert_ranks` ranks chose. A program has a row for each token and each of
     its experts; `idle_row_bytes` are the bytes of the rows of a token whose experts other devices have.
+
+    The decode of a request also moves `state_bytes` of its state.
     """
 
     bandwidth: float
@@ -74,6 +77,7 @@ class Roofline:
     chosen_share: float = 0.0
     expert_ranks: int = 1
     idle_row_bytes: float = 0.0
+    state_bytes: float = 0.0
 
     def weight_bytes(self, tokens: int) -> float:
         """Return the bytes of weights that a step with `tokens` tokens on each rank reads."""
@@ -84,8 +88,8 @@ class Roofline:
         return self.expert_bytes * (1 - self.chosen_share) ** (tokens * self.expert_ranks)
 
     def kv_bytes(self, context: int) -> float:
-        """Return the bytes of keys and values that the decode of a request of `context` tokens reads."""
-        return sum(one.nbytes * one.attended(context) for one in self.attention)
+        """Return the bytes of keys, values and states that the decode of a request of `context` tokens moves."""
+        return sum(one.nbytes * one.attended(context) for one in self.attention) + self.state_bytes
 
     def decode_flops(self, context: int) -> float:
         """Return the flops of the attention when a request of `context` tokens decodes."""
@@ -158,14 +162,24 @@ def roofline(deployment: Deployment, target: DeviceTarget) -> Roofline:
         peak_flops=target.peak_flops.get(deployment.dtype.name),
         # A step reads only a few rows of an embedding that isn't the output head as well.
         read_bytes=device_bytes((others, params.norm, head), axes),
-        layer_flops=2 * (of_layers(others) + of_layers(experts) * chosen * ranks),
+        layer_flops=2 * (of_layers(others) + of_layers(experts) * chosen * ranks) + _state_flops(deployment),
         head_flops=2 * of_layers(head),
         attention=_attention(deployment),
         expert_bytes=device_bytes(experts, axes),
         chosen_share=chosen,
         expert_ranks=ranks,
         idle_row_bytes=_idle_row_bytes(deployment, experts),
+        # It is read for each token, and written once for a block of them.
+        state_bytes=deployment.sizes.state_bytes * (1 + 1 / BLOCK),
     )
+
+
+def _state_flops(deployment: Deployment) -> float:
+    """Return the flops of a token with the states of all layers: two products with each, and an outer product."""
+    spec = deployment.model.state_spec()
+    if spec is None:
+        return 0.0
+    return 6 * spec.num_layers * spec.value_heads * spec.key_dim * spec.value_dim / deployment.tensor
 
 
 def _idle_row_bytes(deployment: Deployment, experts: list[ParamSpec | HeldWeight]) -> float:
@@ -191,7 +205,8 @@ def _attention(deployment: Deployment) -> tuple[AttentionCost, ...]:
     layer_bytes = {
         (spec.num_kv_heads, spec.head_dim): size / spec.num_layers for spec, size in groups if spec.num_layers
     }
-    layers = Counter((config.windows[i], model.kv_shape(i)) for i in model.layers)
+    attending = (i for i in model.layers if i not in config.delta_layers)
+    layers = Counter((config.windows[i], model.kv_shape(i)) for i in attending)
     return tuple(
         AttentionCost(window, count * layer_bytes[shape], count * 4 * config.num_heads * shape[1] / tensor)
         for (window, shape), count in layers.items()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
 from collections.abc import Sequence
 
@@ -17,8 +18,10 @@ from jaxserve.runtime.devices.device import DeviceFacts
 from jaxserve.runtime.sizing import memory
 from jaxserve.runtime.sizing.drafting import max_drafts
 from jaxserve.runtime.sizing.memory import Footprint
+from jaxserve.runtime.sizing.state_pool import resolve_running
 from jaxserve.runtime.step.buckets import decode_buckets, fine_decode_rows, token_buckets
 from jaxserve.step_plan import Capacity, WindowGroup
+from pallas_kernels.gated_delta import BLOCK
 from pallas_kernels.paged_attention import Problem
 
 
@@ -27,7 +30,7 @@ class Sizes:
     """The sizes that the programs can hold, the scheduler's budgets in tokens per step, and the memory footprint.
 
     `wanted_context` is the context length before it was fitted to the pool. `memory_bound` says that the pool would be
-    larger if the device had more memory.
+    larger if the device had more memory. The state of a sequence takes `state_bytes` of a device, 0 if there is none.
     """
 
     capacity: Capacity
@@ -38,6 +41,7 @@ class Sizes:
     footprint: Footprint
     wanted_context: int
     memory_bound: bool
+    state_bytes: int = 0
 
     @property
     def pool_bytes(self) -> int:
@@ -87,6 +91,7 @@ def resolve_sizes(
     weight_bytes: int,
     slot_bytes: int,
     bytes_per_token: tuple[int, ...],
+    state_bytes: int = 0,
     activations: int | None = None,
     most_pages: Sequence[int] | None = None,
     divided: Parallelism = ONE_DEVICE,
@@ -94,18 +99,29 @@ def resolve_sizes(
     """Return all sizes, with defaults for settings left unset.
 
     Bytes are per device of a model that is `divided`; requests and pages are per data-parallel rank. `bytes_per_token`
-    are by KV group, as is `most_pages`, the pages that may not be exceeded. `activations` is the working memory of the
-    programs, if it is known. Raises `ConfigError` for sizes that don't fit, `InsufficientMemoryError` if no memory is
-    left for a KV cache.
+    are by KV group, as is `most_pages`, the pages that may not be exceeded. `state_bytes` are those of the state of a
+    sequence, 0 if the model keeps none. `activations` is the working memory of the programs, if it is known. Raises
+    `ConfigError` for sizes that don't fit, `InsufficientMemoryError` if no memory is left for a KV cache.
     """
     defaults = defaults_of(device)
-    running = config.max_running_requests or defaults.running
+    running, num_states = resolve_running(
+        config,
+        device,
+        default=defaults.running,
+        multiple=defaults.row_multiple,
+        slot_bytes=slot_bytes,
+        state_bytes=state_bytes,
+        token_bytes=sum(bytes_per_token),
+        weight_bytes=weight_bytes,
+        num_devices=divided.num_devices * divided.replicas,
+    )
     chunk = config.chunked_prefill_size or defaults.chunk
     longest = config.context_length or model.config.max_position_embeddings
     widest = min(config.max_num_batched_tokens or (longest if chunk < 0 else chunk), max(longest, running))
     footprint = Footprint(
         weights=weight_bytes,
-        state=running * slot_bytes,
+        state=running * slot_bytes + num_states * state_bytes,
+        states=num_states * state_bytes,
         activations=activations or _activation_bytes(model, device.platform, widest, running, divided),
         kv_per_token=bytes_per_token,
     )
@@ -160,10 +176,15 @@ def resolve_sizes(
         smallest_draw=defaults.row_multiple,
         vocab_size=model.padded_vocab_size,
         num_stages=divided.stages,
+        num_states=num_states,
+        state_unit=math.lcm(config.page_size, BLOCK) if num_states else 0,
+        state_block=BLOCK,
     )
     prefill = min(config.max_prefill_tokens or chunk, largest)
     step_ms = defaults.mixed_step_ms if config.max_mixed_step_ms is None else config.max_mixed_step_ms
-    return Sizes(capacity, min(chunk, largest), prefill, largest, step_ms, footprint, longest, pool.memory_bound)
+    return Sizes(
+        capacity, min(chunk, largest), prefill, largest, step_ms, footprint, longest, pool.memory_bound, state_bytes
+    )
 
 
 def _verify_buckets(config: EngineConfig, running: int, drafts: int, largest: int) -> tuple[int, ...]:

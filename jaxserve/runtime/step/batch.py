@@ -20,13 +20,15 @@ from jaxserve.runtime.step.input_packing import InputPacking, PackedField
 from jaxserve.runtime.step.program import ProgramKey
 from jaxserve.runtime.step.state import DeviceState, SlotColumn
 from jaxserve.step_plan import Capacity, Chunk, StepPlan
+from pallas_kernels.gated_delta import DeltaRows
 
 
 @dataclasses.dataclass(frozen=True)
 class StepShape:
     """The static sizes of a step program, which draws at most `drawn` tokens.
 
-    `max_drafts` is the length of the longest draft that a row verifies, 0 if it verifies none.
+    `max_drafts` is the length of the longest draft that a row verifies, 0 if it verifies none. `states` says whether
+    layers keep states.
     """
 
     key: ProgramKey
@@ -36,6 +38,7 @@ class StepShape:
     groups: int
     drawn: int
     max_drafts: int = 0
+    states: bool = False
 
     @property
     def all_drawn(self) -> bool:
@@ -72,16 +75,16 @@ def choose_program(plan: StepPlan, capacity: Capacity) -> ProgramKey:
 
 def step_shape(key: ProgramKey, capacity: Capacity) -> StepShape:
     """Return the sizes that a program's key implies."""
-    groups, size = len(capacity.pages_by_group), key.size
+    groups, size, states = len(capacity.pages_by_group), key.size, capacity.num_states > 0
     if key.kind == "decode":
-        return StepShape(key, size, size, size, groups, size)
+        return StepShape(key, size, size, size, groups, size, states=states)
     rows = min(capacity.num_slots, size)
     pages = rows + -(-size // capacity.page_size)
     if key.kind == "verify":
-        return StepShape(key, size, rows, pages, groups, size, capacity.max_drafts)
+        return StepShape(key, size, rows, pages, groups, size, capacity.max_drafts, states)
     if key.kind == "mixed" and capacity.verifies_beside_prompts:
-        return StepShape(key, size, rows, pages, groups, capacity.max_drawn(size), capacity.max_drafts)
-    return StepShape(key, size, rows, pages, groups, rows)
+        return StepShape(key, size, rows, pages, groups, capacity.max_drawn(size), capacity.max_drafts, states)
+    return StepShape(key, size, rows, pages, groups, rows, states=states)
 
 
 @functools.cache
@@ -95,6 +98,9 @@ def step_packing(shape: StepShape) -> InputPacking:
         PackedField("page_columns", shape.pages),
         *(PackedField(f"page_ids_{group}", shape.pages) for group in range(shape.groups)),
     ]
+    if shape.states:
+        names = ("state_rows", "snapshot_rows", "snapshot_tokens")
+        fields += [PackedField(name, shape.rows, fill=-1) for name in names]
     if not shape.decode_only:
         fields.append(PackedField("ends", shape.rows))
     if not shape.decode_only and not shape.all_drawn:
@@ -119,7 +125,8 @@ def _fields(chunks: list[Chunk], shape: StepShape, capacity: Capacity) -> dict[s
     page_ids: list[list[int]] = [[] for _ in range(shape.groups)]
     for chunk in chunks:
         if pages := chunk.new_pages[0]:
-            first = -(-chunk.start // capacity.page_size)
+            # Pages of tokens that are computed again were there before.
+            first = -(-(chunk.start + chunk.length) // capacity.page_size) - len(pages)
             page_slots += [chunk.slot] * len(pages)
             page_columns += range(first, first + len(pages))
             for ids, new in zip(page_ids, chunk.new_pages):
@@ -132,6 +139,14 @@ def _fields(chunks: list[Chunk], shape: StepShape, capacity: Capacity) -> dict[s
         "page_columns": page_columns,
         **{f"page_ids_{group}": ids for group, ids in enumerate(page_ids)},
     }
+    if shape.states:
+        writes = [chunk.state for chunk in chunks]
+        snapshots = [None if write is None else write.snapshot for write in writes]
+        fields |= {
+            "state_rows": [-1 if write is None else write.target for write in writes],
+            "snapshot_rows": [-1 if row is None else row for row in snapshots],
+            "snapshot_tokens": [-1 if write is None else write.snapshot_tokens for write in writes],
+        }
     if shape.decode_only:
         return fields
     if shape.all_drawn:
@@ -227,6 +242,7 @@ def unpack_step(
         num_seqs=fields["num_seqs"],
         decode_only=shape.decode_only,
         max_queries=1 + shape.max_drafts if shape.all_drawn else None,
+        states=_state_rows(fields, state, shape, row_slots, starts, lengths, num_decoding),
         starts_last=not shape.decode_only and not shape.all_drawn,
     )
     samples = samples & live & (ints[:, SlotColumn.CONSTRAINED] == 0)
@@ -234,3 +250,39 @@ def unpack_step(
         batch, jnp.where(live, row_slots, slots), samples, num_decoding, fields.get("targets"), token_row
     )
     return inputs, state
+
+
+def _state_rows(
+    fields: dict[str, jax.Array],
+    state: DeviceState,
+    shape: StepShape,
+    slots: Int[Array, " rows"],
+    starts: Int[Array, " rows_plus_1"],
+    lengths: Int[Array, " rows"],
+    num_decoding: Int[Array, ""],
+) -> DeltaRows | None:
+    """Return where the states of the rows are read and written; None if layers keep none.
+
+    Of a row that verifies drafts, only the first token can't be rejected.
+    """
+    states = state.states
+    if states is None:
+        return None
+    queries, sources = starts[1:] - starts[:-1], states.rows[slots]
+    certain = queries
+    if shape.max_drafts:
+        certain = jnp.where(jnp.arange(shape.rows) < num_decoding, jnp.minimum(queries, 1), queries)
+    return DeltaRows(
+        slots=slots,
+        query_starts=starts,
+        lens=lengths,
+        folded=states.folded[slots],
+        certain=lengths + certain,
+        sources=sources,
+        targets=jnp.where(fields["state_rows"] < 0, sources, fields["state_rows"]),
+        snapshots=fields["snapshot_rows"],
+        snapshot_lens=fields["snapshot_tokens"],
+        num_seqs=fields["num_seqs"],
+        decode_only=shape.decode_only,
+        max_queries=1 + shape.max_drafts if shape.all_drawn else None,
+    )

@@ -68,12 +68,13 @@ _Fields = dict[str, list[Any]]
 
 
 @functools.cache
-def update_packing(groups: int) -> InputPacking:
-    """Return the layout of the input of `update` for a number of KV groups."""
+def update_packing(groups: int, *, states: bool = False) -> InputPacking:
+    """Return the layout of the input of `update` for a number of KV groups, in a model with or without `states`."""
     return InputPacking(
         [
             PackedField("slots", SLOTS, fill=-1),
             PackedField("seq_lens", SLOTS),
+            *([PackedField("state_rows", SLOTS)] if states else []),
             PackedField("ints", SLOTS * len(INT_COLUMNS)),
             PackedField("floats", SLOTS * len(FloatColumn), is_float=True),
             PackedField("stop_ids", SLOTS * MAX_STOP_IDS),
@@ -127,18 +128,21 @@ def _normal(value: float) -> float:
 
 def pack_updates(opens: Sequence[SlotOpen], capacity: Capacity) -> Iterator[np.ndarray]:
     """Yield the packed inputs of the calls of `update` that open slots of one rank."""
-    groups = len(capacity.pages_by_group)
+    groups, states = len(capacity.pages_by_group), capacity.num_states > 0
     for some in itertools.batched(opens, SLOTS):
         rows: _Fields = {"slots": [one.slot for one in some], "seq_lens": [one.num_cached_tokens for one in some]}
+        if states:
+            rows["state_rows"] = [one.state or 0 for one in some]
         for row in map(sampling_row, some):
             _extend(rows, row)
         pages: list[_Fields] = [{} for _ in range(groups)]
         for one in some:
-            end = one.num_cached_tokens // capacity.page_size
+            # Without a state at its end, the first group has pages of tokens that are computed again.
+            end = max(one.num_cached_tokens // capacity.page_size, len(one.cached_pages[0]))
             for group, ids in enumerate(one.cached_pages):
                 found = [one.slot] * len(ids), range(end - len(ids), end), ids
                 _extend(pages[group], dict(zip((field.name for field in _page_fields(group)), found)))
-        yield from _pack(update_packing(groups), rows, *((fields, PAGES) for fields in pages))
+        yield from _pack(update_packing(groups, states=states), rows, *((fields, PAGES) for fields in pages))
 
 
 def pack_adjustments(opens: Sequence[SlotOpen]) -> Iterator[np.ndarray]:
@@ -205,7 +209,7 @@ def _pack(packing: InputPacking, first: _Fields, *lists: tuple[_Fields, int]) ->
 
 def update(_: Any, state: DeviceState, packed: jax.Array) -> tuple[DeviceState, tuple[()]]:
     """Set slots of one rank. Counts are left as they are: only penalized requests read them."""
-    fields = update_packing(len(state.page_tables)).unpack(packed)
+    fields = update_packing(len(state.page_tables), states=state.states is not None).unpack(packed)
     slots = fields["slots"]
     rows = {name: fields[name].reshape(SLOTS, -1) for name in ("ints", "floats", "stop_ids")}
     sampling = {name: _set(getattr(state.sampling, name), (slots,), row) for name, row in rows.items()}
@@ -215,6 +219,10 @@ def update(_: Any, state: DeviceState, packed: jax.Array) -> tuple[DeviceState, 
         page_tables=tuple(_set_pages(table, group, fields) for group, table in enumerate(state.page_tables)),
         sampling=dataclasses.replace(state.sampling, bias_ids=_set(state.sampling.bias_ids, (slots,), -1), **sampling),
     )
+    if state.states is not None:
+        moved = _set(state.states.rows, (slots,), fields["state_rows"])
+        folded = _set(state.states.folded, (slots,), fields["seq_lens"])
+        state = dataclasses.replace(state, states=dataclasses.replace(state.states, rows=moved, folded=folded))
     return state, ()
 
 
@@ -265,7 +273,7 @@ SLOT_UPDATES = (
         name="update",
         keys=lambda capacity: [UPDATE_KEY],
         make=lambda context, capacity, key: update,
-        packing=lambda capacity, key: update_packing(len(capacity.pages_by_group)),
+        packing=lambda capacity, key: update_packing(len(capacity.pages_by_group), states=capacity.num_states > 0),
         takes_weights=False,
     ),
     ProgramKind(

@@ -18,10 +18,12 @@ import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
 from jaxserve.api_types import MAX_LOGIT_BIAS, MAX_STOP_IDS
+from jaxserve.layers.batch import KVPools, paged_pool
 from jaxserve.models.layout import AnyModel
-from jaxserve.params import KVSpec
+from jaxserve.params import KVSpec, StateSpec
 from jaxserve.runtime.step.draft_model import DraftModel
 from jaxserve.step_plan import Capacity
+from pallas_kernels.gated_delta import DeltaLayout, DeltaStates
 from pallas_kernels.ngram_lookup import NgramIndex, NgramLookup
 from pallas_kernels.paged_attention import KVLayout, PagedKV, is_float8, kv_layout
 from pallas_kernels.sampling.parameters import FloatColumn, IntColumn
@@ -74,6 +76,16 @@ class Drafts:
 
 
 @flax.struct.dataclass
+class SequenceStates:
+    """The states of layers that keep one for each sequence; by slot, the row of the pool that has its state, and how
+    many tokens that state has."""
+
+    pool: DeltaStates
+    rows: Int[Array, " slots"]
+    folded: Int[Array, " slots"]
+
+
+@flax.struct.dataclass
 class DeviceState:
     """The KV pool and the page table by slot of each KV group; by slot: last token, sequence length, sampling
     parameters, penalty counts and, with speculation, drafts; and how many tokens each expert of a mixture has computed.
@@ -81,7 +93,7 @@ class DeviceState:
     `hidden` is the hidden state of the last token of each slot that a grammar constrains, from which its next one is
     drawn. `counts` says how often each token was output; its sign bit is set for tokens of the prompt. Rows of slots
     without penalties hold anything, as only penalties read them. Of several pipeline stages, only the last one has
-    these two.
+    these two. `states` are None if no layer keeps states.
     """
 
     kv: tuple[PagedKV, ...]
@@ -92,7 +104,20 @@ class DeviceState:
     counts: Int[Array, "slots vocab"] | None
     hidden: Float[Array, "slots dim"] | None
     expert_tokens: UInt32[Array, "mixtures experts"] | None
+    states: SequenceStates | None = None
     drafts: Drafts | None = None
+
+    @property
+    def pools(self) -> KVPools:
+        """What layers read and write: the pools of all KV groups, and that of states."""
+        return self.kv if self.states is None else (*self.kv, self.states.pool)
+
+    def with_pools(self, pools: KVPools) -> DeviceState:
+        """Return the state with other `pools`."""
+        kv, states = tuple(paged_pool(pools, group) for group in range(len(self.kv))), self.states
+        if states is not None:
+            states = dataclasses.replace(states, pool=pools[-1])  # type: ignore[arg-type]
+        return dataclasses.replace(self, kv=kv, states=states)
 
     @property
     def all_kv(self) -> tuple[PagedKV, ...]:
@@ -127,6 +152,12 @@ def pool_layout(spec: KVSpec, *, num_pages: int, page_size: int, dtype: np.dtype
         platform=platform,
         value_dim=spec.value_dim,
     )
+
+
+def delta_layout(spec: StateSpec, dtype: np.dtype, max_drafts: int) -> DeltaLayout:
+    """Return the layout of the states of a group of layers, whose inputs have this dtype."""
+    heads = spec.key_heads, spec.value_heads, spec.key_dim, spec.value_dim
+    return DeltaLayout(spec.num_layers, *heads, spec.taps, dtype, max_drafts)
 
 
 def max_pages(capacity: Capacity) -> int:
@@ -181,7 +212,25 @@ def state_specs(
         hidden=by_slot(dtype, model.config.hidden_size) if model.draws else None,
         expert_tokens=expert_tokens_spec(model, ranks, len(model.mixture_layers)),  # type: ignore[arg-type]
         drafts=None if drafter is None else _draft_specs(drafter, capacity, dtype, by_slot, pool),
+        states=_sequence_states(model.state_spec(), capacity, dtype, by_slot),
     )
+
+
+def _sequence_states(
+    spec: StateSpec | None, capacity: Capacity, dtype: np.dtype, by_slot: Callable[..., Any]
+) -> SequenceStates | None:
+    if spec is None:
+        return None
+    layout = delta_layout(spec, dtype, capacity.max_drafts)
+    shapes = *layout.pool_shapes(capacity.num_states), *layout.slot_shapes(capacity.num_slots)
+    f32 = np.dtype(np.float32)
+    arrays = [
+        ArraySpec((capacity.num_ranks, *shape), kind, ("ranks", None, None, "heads") + (None,) * (len(shape) - 3))
+        for shape, kind in zip(shapes, (f32, dtype, f32, f32, f32, dtype), strict=True)
+    ]
+    pool = DeltaStates(*(one if one.nbytes else _undivided(one) for one in arrays))  # type: ignore[arg-type]
+    i32 = np.dtype(np.int32)
+    return SequenceStates(pool, by_slot(i32), by_slot(i32))
 
 
 def _draft_specs(

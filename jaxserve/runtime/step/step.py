@@ -152,15 +152,24 @@ def stage_step(
         x = family(model).embed(model, params, inputs.batch)
     else:
         x = whole_hidden(before, model.config.hidden_size)
-    out = forward(model, params, x, inputs.batch, state.kv, context.backend)
+    out = forward(model, params, x, inputs.batch, state.pools, context.backend)
     with jax.named_scope("write_state"):
         state = dataclasses.replace(
-            state,
-            kv=out.kv,
+            _with_states(state.with_pools(out.kv), inputs),
             seq_lens=state.seq_lens.at[inputs.slots].set(inputs.batch.kv_lens, mode="drop"),
             expert_tokens=_counted(state, out),
         )
     return state, hand_off(out.hidden, state, before, feedback, context.dtype)
+
+
+def _with_states(state: DeviceState, inputs: StepInput) -> DeviceState:
+    """Return the state with the place of each row's state after the step."""
+    rows, states = inputs.batch.states, state.states
+    if rows is None or states is None:
+        return state
+    moved = states.rows.at[inputs.slots].set(rows.targets, mode="drop")
+    folded = states.folded.at[inputs.slots].set(rows.folded_after, mode="drop")
+    return dataclasses.replace(state, states=dataclasses.replace(states, rows=moved, folded=folded))
 
 
 def _counted(state: DeviceState, out: LayerOutput) -> UInt32[Array, "mixtures experts"] | None:
@@ -187,7 +196,7 @@ def step(
         x = model.embed(context.model, params, inputs.batch)
     else:
         x = whole_hidden(before, context.model.config.hidden_size)
-    out = forward(context.model, params, x, inputs.batch, state.kv, context.backend)
+    out = forward(context.model, params, x, inputs.batch, state.pools, context.backend)
     hidden, drafter = out.hidden, context.drafter
     if isinstance(drafter, DraftModel) and drafter.is_head:
         assert state.drafts is not None
@@ -214,8 +223,7 @@ def step(
         loads = _counted(state, out)
         drafts, compared = _propose(state, drawn, inputs, context, shape)
         state = dataclasses.replace(
-            state,
-            kv=out.kv,
+            _with_states(state.with_pools(out.kv), inputs),
             last_tokens=state.last_tokens.at[slots].set(last, mode="drop"),
             seq_lens=state.seq_lens.at[inputs.slots].set(drawn.lengths, mode="drop"),
             counts=counts,

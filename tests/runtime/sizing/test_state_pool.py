@@ -1,0 +1,64 @@
+"""How many requests run, and how many states there are, in models that keep a state for each sequence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from jaxserve.config.schema import EngineConfig
+from jaxserve.errors import ConfigError
+from jaxserve.runtime.devices.device import DeviceFacts
+from jaxserve.runtime.sizing.memory import CPU_POOL_BYTES
+from jaxserve.runtime.sizing.state_pool import resolve_running
+from pallas_kernels.target import KernelTarget
+
+_MIB = 2**20
+_GPU, _CPU = (DeviceFacts(KernelTarget(platform), 80 * 2**30) for platform in ("gpu", "cpu"))
+
+
+def resolve(device: DeviceFacts, *, state_bytes: int = 60 * _MIB, **settings: Any) -> tuple[int, int]:
+    cpu = device.platform == "cpu"
+    return resolve_running(
+        EngineConfig(mem_fraction_static=0.9, **settings),
+        device,
+        default=32 if cpu else 256,
+        multiple=1 if cpu else 8,
+        slot_bytes=12 * _MIB,
+        state_bytes=state_bytes,
+        token_bytes=20 * 1024,
+        weight_bytes=36 * 2**30,
+        num_devices=1,
+    )
+
+
+def test_memory_is_divided_between_states_and_tokens() -> None:
+    running, states = resolve(_GPU)
+    assert (running % 8, states) == (0, running + running // 2)
+    free = int(80 * 2**30 * 0.9) - 36 * 2**30 - 8 * 60 * _MIB
+    each = 12 * _MIB + 90 * _MIB + 4096 * 20 * 1024
+    assert running * each <= free < (running + 8) * each
+
+
+def test_a_cpu_keeps_as_many_bytes_of_states_as_of_tokens() -> None:
+    running, states = resolve(_CPU)
+    assert running == CPU_POOL_BYTES // (102 * _MIB)
+    assert states == running + 8
+    assert resolve(_CPU, state_bytes=1024)[0] == 32
+
+
+def test_what_is_set_is_kept() -> None:
+    assert resolve(_GPU, max_running_requests=300) == (300, 450)
+    assert resolve(_GPU, max_running_requests=4, max_mamba_cache_size=4) == (4, 4)
+    assert resolve(_GPU, max_mamba_cache_size=100) == (100, 100)
+
+
+def test_without_states_there_is_no_pool() -> None:
+    assert resolve(_GPU, state_bytes=0) == (256, 0)
+    with pytest.raises(ConfigError, match="max_mamba_cache_size=7: no layer of this model keeps a state"):
+        resolve(_GPU, state_bytes=0, max_mamba_cache_size=7)
+
+
+def test_every_running_request_has_a_state() -> None:
+    with pytest.raises(ConfigError, match="max_mamba_cache_size=7 is less than max_running_requests=8"):
+        resolve(_GPU, max_running_requests=8, max_mamba_cache_size=7)
