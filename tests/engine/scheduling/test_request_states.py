@@ -244,6 +244,15 @@ def test_requests_with_a_common_beginning_wait_for_the_one_that_takes_its_snapsh
     assert [server.opened(str(i))[0].num_cached_tokens for i in range(2)] == [0, 40]
 
 
+def test_prompts_that_arrive_together_share_the_snapshot_of_their_common_beginning() -> None:
+    server = Server()
+    prefix = list(range(41))
+    server.serve(*(request(name, [*prefix, 60 + i, *range(10)]) for i, name in enumerate("abc")))
+    assert [opened.num_cached_tokens for plan in server.executor.plans for opened in plan.opens] == [0, 40, 40]
+    assert server.snapshots("a") == [40], "a chunk takes one snapshot"
+    assert server.scheduler.stats().state_recomputed_tokens == 0
+
+
 def test_log_probabilities_of_a_prompt_compute_it_from_the_beginning() -> None:
     server = Server()
     assert server.cached(request("a", PREFIX), request("b", PREFIX, prompt_logprobs=0)) == [0, 0]
