@@ -399,6 +399,10 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
       prefix cache. Tokens computed again after a retraction count in neither.
     - `num_host_pages_used` of `num_host_pages` pages of host memory are in use; `host_save_pages` were copied to it and
       `host_load_pages` from it.
+    - In a model that keeps a state for each sequence, running requests have `num_states_used` of `num_states` rows, and
+      `num_state_snapshots` are snapshots, at which cached prefixes can end. `state_snapshots_taken` were taken so far,
+      `state_snapshots_evicted` of them for room, and requests began with one `state_snapshots_found` times.
+      `state_recomputed_tokens` tokens had cached pages, but no snapshot, so they were computed again.
     - `decode_rows` of `decode_bucket_rows` rows of the decode programs that ran were live, `verify_tokens` of
       `verify_bucket_tokens` tokens of those that verify drafts, and `mixed_tokens` of `mixed_bucket_tokens` tokens of
       the mixed ones; the rest was padding.
@@ -440,6 +444,13 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     num_host_pages_used: int = 0
     host_save_pages: int = 0
     host_load_pages: int = 0
+    num_states: int = 0
+    num_states_used: int = 0
+    num_state_snapshots: int = 0
+    state_snapshots_taken: int = 0
+    state_snapshots_found: int = 0
+    state_snapshots_evicted: int = 0
+    state_recomputed_tokens: int = 0
     decode_steps: int = 0
     coarse_decode_steps: int = 0
     decode_rows: int = 0
@@ -471,6 +482,11 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
         """The share in use of the pages of windows, the largest of all groups with a window; 0 if there are none."""
         groups = zip(self.num_free_window_pages, self.num_window_pages)
         return max((1.0 - free / total for free, total in groups if total), default=0.0)
+
+    @property
+    def state_usage(self) -> float:
+        """The share of the rows of states that running requests have; 0 if there are none."""
+        return self.num_states_used / self.num_states if self.num_states else 0.0
 
 
 class ReplicaStats(msgspec.Struct, frozen=True):

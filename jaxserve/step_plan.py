@@ -64,7 +64,8 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
     `tokens` is None for a decode: its token is the slot's last one, which may be on the device only. If its length is
     not 1, draft tokens of the device follow, to be verified. While drafts of an earlier step are being verified,
     `start` is an upper bound: the device knows how many were accepted. `new_pages`, by KV group, are appended to the
-    slot's page tables before the chunk runs: as many in each group, for the same tokens. `logits` is the number of
+    slot's page tables before the chunk runs: as many in each group, for the same tokens; the last page is that of the
+    chunk's last token. `logits` is the number of
     trailing positions that need logits: 0 (more prefill follows), 1 (decode, end of prefill) or `length` (drafts to
     verify, log probabilities of the prompt). `sample` says whether a token is drawn after the last position. `target`
     is the prompt token that follows the chunk, if log probabilities of the prompt are wanted. `state` says where the

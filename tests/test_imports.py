@@ -61,9 +61,9 @@ ORDER_INSIDE = {
     "jaxserve.layers": "axes batch exchange | linear norm rope vocabulary | attention delta_net embedding mlp | "
                        "latent_attention mixture",
     "jaxserve.model_source": "builtin fields gguf_architectures | gguf_metadata | gguf_config | source",
-    "jaxserve.models": "config dtypes read_fields rope | layout | parameters | decoder | gemma llama | "
+    "jaxserve.models": "config dtypes read_fields rope | layout | parameters | decoder other_attention | gemma llama | "
                        "cohere glm granite ministral3 mixtures olmo phi3 seed_oss smollm3 starcoder2 | "
-                       "draft_heads exaone4 gemma4 | registry",
+                       "draft_heads exaone4 gemma4 qwen3_next | registry",
     "jaxserve.observability": "acceptance stage_times throughput timeline turnover | engine_metrics log | "
                               "metrics sample | tuning_advice | draft_rules stage_rules | tuning_rules",
     "jaxserve.quant": "stored | checkpoint | choice | transform",
@@ -73,8 +73,8 @@ ORDER_INSIDE = {
         "admin anthropic openai sglang | app | lifecycle | api_processes | serve",
     "jaxserve.text": "prompt_forms stop_regex tokenizers | detokenizer grammars requests stop_strings | "
                      "answers output | template_tools | chat_template | template_process",
-    "jaxserve.weights": "arrays gguf_blocks mismatch parts scales source | dummy finite hf kv_scales manifest | "
-                        "gguf orbax orbax_write quantized | convert load | open",
+    "jaxserve.weights": "arrays gguf_blocks mismatch parts scales source stacked_experts | "
+                        "dummy finite hf kv_scales manifest | gguf orbax orbax_write quantized | convert load | open",
     "pallas_kernels": "cpu gpu_code target | dispatch tuning | "
                       "activation gated_delta ngram_lookup normalization paged_attention quantized_matmul sampling | "
                       "grouped_matmul | expert_routing | tune",

@@ -15,14 +15,13 @@ import numpy as np
 from jaxtyping import Array
 
 from jaxserve.layers.attention import AttentionParams
-from jaxserve.layers.latent_attention import LatentAttentionParams
 from jaxserve.layers.mixture import ExpertParams, RouterParams
 from jaxserve.layers.mlp import MlpParams
 from jaxserve.layers.rope import RopeConfig, head_order
 from jaxserve.models.layout import AnyModel
 from jaxserve.params import EXPERT_AXES, Initializer, Order, ParamSpec, TensorPart, View
 
-_NORM_DTYPE = np.dtype(jnp.float32)
+_WIDE = np.dtype(jnp.float32)
 _ROWS_OF_KERNELS = 16
 
 
@@ -64,7 +63,7 @@ class ParamSpecs:
         rows, dim = size or (self._config.vocab_size, self._config.hidden_size)
         padding = -rows % self._model.shards
         parts = (TensorPart(name, (rows, dim), (0, 0)),)
-        return self._spec((rows + padding, "vocab"), (dim, None), padding=padding, inputs=inputs, parts=parts)
+        return self.spec((rows + padding, "vocab"), (dim, None), padding=padding, inputs=inputs, parts=parts)
 
     def head(self) -> Any:
         """Return the head `[vocabulary, dim]`, None if it is tied to the embedding."""
@@ -79,16 +78,20 @@ class ParamSpecs:
     def matrix(self, name: str, out_dim: int, in_dim: int) -> Any:
         """Return the weight `[out_dim, in_dim]` of a linear layer that every shard has whole."""
         parts = (TensorPart(name, (out_dim, in_dim), (0, 0)),)
-        return self._spec((out_dim, None), (in_dim, None), inputs=1, parts=parts)
+        return self.spec((out_dim, None), (in_dim, None), inputs=1, parts=parts)
 
     def vector(self, name: str, size: int | None = None, init: Initializer = "ones") -> Any:
         """Return a vector, by default of the model's width."""
         size = size or self._config.hidden_size
-        return self._spec((size, None), init=init, parts=(TensorPart(name, (size,), (0,)),))
+        return self.spec((size, None), init=init, parts=(TensorPart(name, (size,), (0,)),))
 
     def wide_norm(self, name: str, size: int | None = None) -> Any:
         """Return the weight of a norm that multiplies in float32, in float32."""
-        return dataclasses.replace(self.vector(name, size), dtype=_NORM_DTYPE)
+        return self.wide(self.vector(name, size))
+
+    def wide(self, spec: Any) -> Any:
+        """Return a spec in float32."""
+        return dataclasses.replace(spec, dtype=_WIDE)
 
     def offset_norm(self, name: str, size: int | None = None) -> Any:
         """Return the weight of a norm of which the checkpoint stores the difference to one, in float32."""
@@ -115,14 +118,16 @@ class ParamSpecs:
         heads: tuple[int, int] | None = None,
         projections: str = "qkv",
         sinks: bool = False,
+        gated: bool = False,
         inputs: int | None = None,
     ) -> Any:
         """Return the attention weights under `name`; `fused` is the name of one projection for all of q, k and v.
 
         `heads` are a layer's own number of KV heads and their size, before they are repeated for shards. `projections`
         names the projections of the layer: "qk" if its keys are its values too, "q" if it uses the keys and values of
-        another layer. With `sinks`, each query head has a logit of its own. `inputs` is the width of the vectors that
-        are projected, by default the model's.
+        another layer. With `sinks`, each query head has a logit of its own. If it is `gated`, the projection of queries
+        has the gate of a head after its query. `inputs` is the width of the vectors that are projected, by default the
+        model's.
         """
         config = self._config
         stored, head = heads or (config.num_kv_heads, config.head_dim)
@@ -138,9 +143,24 @@ class ParamSpecs:
         others = ("k_proj.weight", "v_proj.weight", "k_proj.bias", "v_proj.bias", "k_norm.weight", "v_norm.weight")
         unused = tuple(f"{name}.{other}" for other in others) if projections == "q" else ()
 
+        def of_heads(kind: str, second: int, *inner: int) -> list[TensorPart]:
+            """Return the part of each query head: its query, or its gate, which is the second."""
+            return [
+                TensorPart(
+                    f"{name}.q_proj.{kind}",
+                    (1, 1, head, *inner),
+                    (*divmod(at, stored_group), 0, *(0 for _ in inner)),
+                    first_row=(2 * at + second) * head,
+                    order=None if second or order is None else Order(2, order),
+                )
+                for at in range(config.num_heads)
+            ]
+
         def parts(kind: str, *inner: int) -> tuple[TensorPart, ...]:
-            found, row = [], 0
+            found, row = of_heads(kind, 0, *inner) if gated else [], 0
             for start, letter in zip((0, stored_group, stored_group + 1), projections):
+                if gated and letter == "q":
+                    continue
                 members = stored_group if letter == "q" else 1
                 found.append(
                     TensorPart(
@@ -156,16 +176,17 @@ class ParamSpecs:
 
         rows = (kv_heads, "kv_heads"), (group + shared, None), (head, None)
         into = (dim, None), (kv_heads, "kv_heads"), (group, None), (head, None)
+        gates = (kv_heads, "kv_heads"), (group, None), (head, None), (inputs, None)
         output_parts = (TensorPart(f"{name}.o_proj.weight", (dim, stored, stored_group, head), (0, 0, 0, 0)),)
         return AttentionParams(
-            qkv=self._spec(*rows, (inputs, None), inputs=1, parts=parts("weight", inputs), unused=unused, **qkv),
-            output=self._spec(*into, inputs=3, kv_replicas=replicas, parts=output_parts),
-            qkv_bias=self._spec(*rows, init="zeros", parts=parts("bias"), **qkv) if qkv_bias else None,
+            qkv=self.spec(*rows, (inputs, None), inputs=1, parts=parts("weight", inputs), unused=unused, **qkv),
+            output=self.spec(*into, inputs=3, kv_replicas=replicas, parts=output_parts),
+            qkv_bias=self.spec(*rows, init="zeros", parts=parts("bias"), **qkv) if qkv_bias else None,
             output_bias=self.vector(f"{name}.o_proj.bias", init="zeros") if output_bias else None,
             q_norm=q_norm,
             k_norm=k_norm,
             sinks=(
-                self._spec(
+                self.spec(
                     (kv_heads, "kv_heads"),
                     (group, None),
                     kv_replicas=replicas,
@@ -174,57 +195,17 @@ class ParamSpecs:
                 if sinks
                 else None
             ),
-        )
-
-    def latent_attention(self, name: str, rope: RopeConfig) -> LatentAttentionParams:
-        """Return the weights of latent attention under `name`, of the config's sizes."""
-        config, sizes = self._config, self._config.latent
-        assert sizes is not None
-        heads, dim, rank, low_rank = config.num_heads, config.hidden_size, sizes.kv_lora_rank, sizes.q_lora_rank
-        plain, size, inputs = sizes.qk_nope_head_dim, sizes.v_head_dim, low_rank or dim
-        turned = head_order(rope, sizes.qk_rope_head_dim) or tuple(range(sizes.qk_rope_head_dim))
-
-        def order(axis: int, first: int) -> Order | None:
-            """Return the order that puts the pairs of the rotated part, which begins at `first`, half of it apart."""
-            return Order(axis, (*range(first), *(first + i for i in turned))) if rope.interleaved else None
-
-        queries = () if low_rank is None else (TensorPart(f"{name}.q_a_proj.weight", (low_rank, dim), (0, 0)),)
-        row = TensorPart(
-            f"{name}.kv_a_proj_with_mqa.weight", (sizes.row, dim), (low_rank or 0, 0), order=order(0, rank)
-        )
-        query = TensorPart(
-            f"{name}.{'q_proj' if low_rank is None else 'q_b_proj'}.weight",
-            (heads, sizes.query, inputs),
-            (0, 0, 0),
-            order=order(1, plain),
-        )
-        up, transposed = f"{name}.kv_b_proj.weight", View((1, plain, rank), (0, 2, 1))
-        starts = [(head, head * (plain + size)) for head in range(heads)]
-        keys = tuple(
-            TensorPart(up, (1, rank, plain), (head, 0, 0), first_row=at, view=transposed, quantized_view=transposed)
-            for head, at in starts
-        )
-        values = tuple(TensorPart(up, (1, size, rank), (head, 0, 0), first_row=at + plain) for head, at in starts)
-        by_head: dict[str, Any] = {"inputs": 1, "by_head": True}
-        return LatentAttentionParams(
-            down=self._spec(((low_rank or 0) + sizes.row, None), (dim, None), inputs=1, parts=(*queries, row)),
-            query_norm=None if low_rank is None else self.vector(f"{name}.q_a_layernorm.weight", low_rank),
-            latent_norm=self.vector(f"{name}.kv_a_layernorm.weight", rank),
-            query=self._spec((heads, "heads"), (sizes.query, None), (inputs, None), inputs=1, parts=(query,)),
-            key_up=self._spec((heads, "heads"), (rank, None), (plain, None), parts=keys, **by_head),
-            value_up=self._spec((heads, "heads"), (size, None), (rank, None), parts=values, **by_head),
-            output=self._spec(
-                (dim, None),
-                (heads, "heads"),
-                (size, None),
-                inputs=2,
-                parts=(TensorPart(f"{name}.o_proj.weight", (dim, heads, size), (0, 0, 0)),),
+            gate=(
+                self.spec(*gates, inputs=1, kv_replicas=replicas, parts=tuple(of_heads("weight", 1, inputs)))
+                if gated
+                else None
             ),
         )
 
-    def norm_of_head(self, name: str, rope: RopeConfig) -> Any:
-        """Return the weight of a norm of each head, in the order in which `rope` has its dimensions."""
-        spec = self.vector(name, self._config.head_dim)
+    def norm_of_head(self, name: str, rope: RopeConfig, *, offset: bool = False) -> Any:
+        """Return the weight of a norm of each head, in the order in which `rope` has its dimensions; with `offset`, as
+        `offset_norm`."""
+        spec = (self.offset_norm if offset else self.vector)(name, self._config.head_dim)
         return dataclasses.replace(spec, parts=(self._ordered(spec.parts[0], rope),))
 
     def _ordered(self, part: TensorPart, rope: RopeConfig) -> TensorPart:
@@ -237,7 +218,7 @@ class ParamSpecs:
         stored = config.num_kv_heads
         replicas = self._model.replicas_of(stored)
         members = config.num_heads // stored if queries else 1
-        spec = self._spec(
+        spec = self.spec(
             (stored * replicas, "kv_heads"),
             (members // replicas if queries else 1, None),
             (config.head_dim, None),
@@ -246,7 +227,7 @@ class ParamSpecs:
             kv_shared=0 if queries else 1,
             parts=(self._ordered(TensorPart(name, (stored, members, config.head_dim), (0, 0, 0)), rope),),
         )
-        return dataclasses.replace(spec, dtype=_NORM_DTYPE)
+        return self.wide(spec)
 
     def mlp(
         self,
@@ -274,11 +255,11 @@ class ParamSpecs:
             )
 
         return MlpParams(
-            up=self._spec((matrices, None), (ffn, "mlp"), (dim, None), inputs=1, parts=parts("weight", dim)),
-            down=self._spec(
+            up=self.spec((matrices, None), (ffn, "mlp"), (dim, None), inputs=1, parts=parts("weight", dim)),
+            down=self.spec(
                 (dim, None), (ffn, "mlp"), inputs=1, parts=(TensorPart(f"{name}.{down}.weight", (dim, ffn), (0, 0)),)
             ),
-            up_bias=self._spec((matrices, None), (ffn, "mlp"), init="zeros", parts=parts("bias")) if bias else None,
+            up_bias=self.spec((matrices, None), (ffn, "mlp"), init="zeros", parts=parts("bias")) if bias else None,
             down_bias=self.vector(f"{name}.{down}.bias", init="zeros") if bias else None,
         )
 
@@ -294,7 +275,7 @@ class ParamSpecs:
         """Return the weight of a product with few `outputs`, with rows of zeros, so that every kernel takes it."""
         padding, dim = -outputs % _ROWS_OF_KERNELS, self._config.hidden_size
         parts = (TensorPart(name, (outputs, dim), (0, 0)),)
-        return self._spec((outputs + padding, None), (dim, None), inputs=1, padding=padding, parts=parts)
+        return self.spec((outputs + padding, None), (dim, None), inputs=1, padding=padding, parts=parts)
 
     def experts(self, name: str, projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")) -> Any:
         """Return the weights of experts that have tensors of their own; `projections` are gate, up and down."""
@@ -338,19 +319,20 @@ class ParamSpecs:
         axis = found.up.axes[0]
         return dataclasses.replace(
             found,
-            up_bias=self._spec((count, axis), (2, None), (width, "expert_mlp"), init="zeros", parts=(up_bias,)),
-            down_bias=self._spec((count, axis), (dim, None), init="zeros", parts=(down_bias,)),
+            up_bias=self.spec((count, axis), (2, None), (width, "expert_mlp"), init="zeros", parts=(up_bias,)),
+            down_bias=self.spec((count, axis), (dim, None), init="zeros", parts=(down_bias,)),
         )
 
     def _experts(self, ups: tuple[TensorPart, ...], downs: tuple[TensorPart, ...]) -> Any:
         dim, width = self._config.hidden_size, self._config.expert_size
         experts = self._config.num_experts, EXPERT_AXES[self._model.experts_over_ranks]
         return ExpertParams(
-            up=self._spec(experts, (2, None), (width, "expert_mlp"), (dim, None), inputs=1, parts=ups),
-            down=self._spec(experts, (dim, None), (width, "expert_mlp"), inputs=1, parts=downs),
+            up=self.spec(experts, (2, None), (width, "expert_mlp"), (dim, None), inputs=1, parts=ups),
+            down=self.spec(experts, (dim, None), (width, "expert_mlp"), inputs=1, parts=downs),
         )
 
-    def _spec(self, *dims: tuple[int, str | None], init: Initializer = "normal", **layout: Any) -> Any:
+    def spec(self, *dims: tuple[int, str | None], init: Initializer = "normal", **layout: Any) -> Any:
+        """Return a spec with these dimensions, each with its axis."""
         sizes, axes = zip(*dims)
         spec = ParamSpec(sizes, self._dtype, axes, init, **layout)
         return dataclasses.replace(spec, scale=spec.stored_shape[-1] ** -0.5)

@@ -110,6 +110,13 @@ def read_experts(
     return count, chosen
 
 
+def read_dense(fields: Fields, num_layers: int) -> tuple[bool, ...]:
+    """Return which layers of a mixture of Qwen's have a plain feed-forward block."""
+    every = fields.integer("decoder_sparse_step", LAYERS, 1)
+    plain = {int(i) for i in fields.numbers("mlp_only_layers", Range(0, LAYERS.most))}
+    return tuple(i in plain or (i + 1) % every != 0 for i in range(num_layers))
+
+
 def unused_layers(num_layers: int, drafts: int) -> tuple[str, ...]:
     """Return prefixes of the tensors of layers that draft several tokens at once, which follow the model's layers."""
     return tuple(f"model.layers.{num_layers + i}." for i in range(max(1, drafts)))

@@ -30,6 +30,7 @@ from jaxserve.models import (
     mixtures,
     olmo,
     phi3,
+    qwen3_next,
     seed_oss,
     smollm3,
     starcoder2,
@@ -71,6 +72,9 @@ _FAMILIES: dict[str, ModuleType] = {
     "Qwen2MoeForCausalLM": mixtures.qwen,
     "Qwen3ForCausalLM": llama,
     "Qwen3MoeForCausalLM": mixtures.qwen,
+    "Qwen3NextForCausalLM": qwen3_next,
+    "Qwen3_5ForCausalLM": qwen3_next,
+    "Qwen3_5MoeForCausalLM": qwen3_next,
     "SeedOssForCausalLM": seed_oss,
     "SmolLM3ForCausalLM": smollm3,
     "Starcoder2ForCausalLM": starcoder2,
@@ -85,6 +89,8 @@ _TEXT_MODELS: dict[str, dict[str, str]] = {
     "Gemma4ForConditionalGeneration": {"gemma4_text": "Gemma4ForCausalLM"},
     "Gemma4UnifiedForConditionalGeneration": {"gemma4_unified_text": "Gemma4UnifiedForCausalLM"},
     "Mistral3ForConditionalGeneration": {"ministral3": "Ministral3ForCausalLM", "mistral": "MistralForCausalLM"},
+    "Qwen3_5ForConditionalGeneration": {"qwen3_5_text": "Qwen3_5ForCausalLM"},
+    "Qwen3_5MoeForConditionalGeneration": {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"},
 }
 
 _INDEXED = "its layers choose the tokens that they attend to by an indexer, for which there is no kernel yet"
@@ -99,14 +105,16 @@ _REASONS = {
     "Llama4ForConditionalGeneration": _CHUNKED,
 }
 
-# Fields of models that say why their architecture isn't supported
-_STATE = (
-    "it keeps a state of fixed size for each sequence (Mamba, gated delta nets), and there is no KV group for that yet"
-)
+_OTHER_STATE = "it has {}: layers that keep states, of which only gated delta nets have a kernel (Qwen3-Next, Qwen3.5)"
+# Fields of models that say why their architecture isn't supported, the most telling first
 _TELLING_FIELDS = {
+    "linear_attn_config": _OTHER_STATE.format("Kimi delta attention"),
+    **dict.fromkeys(("mamba_d_state", "ssm_state_size", "state_size"), _OTHER_STATE.format("Mamba layers")),
+    "conv_L_cache": _OTHER_STATE.format("short convolutions"),
     **dict.fromkeys(
-        ("mamba_d_state", "ssm_state_size", "state_size", "linear_conv_kernel_dim", "linear_attn_config"), _STATE
+        ("linear_attn_alpha_factor", "layernorm_linear_attention_alpha"), _OTHER_STATE.format("lightning attention")
     ),
+    "linear_conv_kernel_dim": "of the models with gated delta nets, Qwen3-Next, Qwen3.5 and Qwen3.6 are",
     "kv_lora_rank": "of the models with multi-head latent attention, DeepSeek-V2 and V3, Kimi-K2 and GLM-4.7-Flash are",
 }
 

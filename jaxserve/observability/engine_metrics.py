@@ -204,6 +204,7 @@ class EngineCollector:
         yield self._info("cache_config_info", text, _cache_labels(info) | dict(self._cache_config))
         yield self._step_tokens(stats)
         yield from self._draft_families(stats)
+        yield from self._state_families(stats)
         yield from self._expert_families(stats.expert_tokens)
         yield from self._stage_families(stats.stages)
 
@@ -226,6 +227,29 @@ class EngineCollector:
         shares: ValuesByLabels = {kind: _share(used[kind], sizes[kind]) for kind in used}
         text = "Share of the rows of decode programs, and of tokens of mixed and verifying ones, that were used, 0 to 1"
         yield self._family(GaugeMetricFamily, "bucket_occupancy", text, shares, "kind")
+
+    def _state_families(self, s: EngineStats) -> Iterator[Family]:
+        """Yield the families of models that keep a state for each sequence; other models have no values."""
+        gauges = (
+            ("mamba_usage", "Share of the rows of states that running requests have, 0 to 1", s.state_usage),
+            ("num_states", "Rows of states, one for each running request and each snapshot of a prefix", s.num_states),
+            ("num_states_used", "Rows of states that running requests have", s.num_states_used),
+            ("num_state_snapshots", "Rows of states that are snapshots of prefixes", s.num_state_snapshots),
+        )
+        counters = (
+            ("state_snapshots_taken", "Snapshots of states taken for the prefix cache", s.state_snapshots_taken),
+            ("state_snapshots_found", "Requests that began with a snapshot of a state", s.state_snapshots_found),
+            ("state_snapshots_evicted", "Snapshots of states lost for want of rows", s.state_snapshots_evicted),
+            (
+                "state_recomputed_tokens",
+                "Prompt tokens with cached pages that were computed again, as no snapshot had their state",
+                s.state_recomputed_tokens,
+            ),
+        )
+        kinds: tuple[type[GaugeMetricFamily | CounterMetricFamily], ...] = GaugeMetricFamily, CounterMetricFamily
+        for kind, families in zip(kinds, (gauges, counters)):
+            for name, text, value in families:
+                yield self._family(kind, name, text, {(): value} if s.num_states else {})
 
     def _expert_families(self, tokens: Sequence[Sequence[int]]) -> Iterator[Family]:
         of_experts: ValuesByLabels = {

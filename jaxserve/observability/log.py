@@ -40,15 +40,17 @@ def prefill_line(
     running: int,
     queued: int,
     hit_rate: float,
+    states: tuple[int, float] | None = None,
 ) -> str:
     """Return the log line of a step that computes prompts.
 
     `usage` is the share of the KV cache in use, and if it has groups with a window, then the share of whole sequences
-    and that of windows. `hit_rate` is the cache hit rate of all prompts since the start, 0 to 1.
+    and that of windows. `hit_rate` is the cache hit rate of all prompts since the start, 0 to 1. `states` are the
+    number and the share of the rows of states that running requests have, None in a model without states.
     """
     return (
         f"Prefill batch. #new-seq: {new_seq}, #new-token: {new_token}, #cached-token: {cached_token}, "
-        f"{_usage_text(usage)}, #running-req: {running}, #queue-req: {queued}, cache hit rate: {hit_rate:.2%}"
+        f"{_usage_text(usage, states)}, #running-req: {running}, #queue-req: {queued}, cache hit rate: {hit_rate:.2%}"
     )
 
 
@@ -64,23 +66,25 @@ def decode_line(
     padding: float,
     acceptance: Acceptance | None = None,
     stages: Sequence[StageTimes] = (),
+    states: tuple[int, float] | None = None,
 ) -> str:
     """Return the log line of the decode steps since the previous such line.
 
-    `usage` is as in `prefill_line`. `throughput` is in tokens per second. `bucket` is the size of the program that ran
-    last and `fine` whether it is one of the finely spaced ones; `padding` is the share of empty rows since the previous
-    line. `acceptance` counts the drafts since then, or is None without speculative decoding. `stages` are the
-    times of the pipeline stages since then, () if there is only one.
+    `usage` and `states` are as in `prefill_line`. `throughput` is in tokens per second. `bucket` is the size of the
+    program that ran last and `fine` whether it is one of the finely spaced ones; `padding` is the share of empty rows
+    since the previous line. `acceptance` counts the drafts since then, or is None without speculative decoding.
+    `stages` are the times of the pipeline stages since then, () if there is only one.
     """
     drafts = "" if acceptance is None else f"accept len: {acceptance.length:.2f}, accept rate: {acceptance.rate:.2f}, "
     busy = f", stages busy: {busy_text(stages)}" if stages else ""
     return (
-        f"Decode batch. #running-req: {running}, #token: {tokens}, {_usage_text(usage)}, "
+        f"Decode batch. #running-req: {running}, #token: {tokens}, {_usage_text(usage, states)}, "
         f"{drafts}gen throughput (token/s): {throughput:.2f}, #queue-req: {queued}, "
         f"cuda graph: {fine}, bucket: {bucket}, padding: {padding:.2%}{busy}"
     )
 
 
-def _usage_text(usage: Sequence[float]) -> str:
+def _usage_text(usage: Sequence[float], states: tuple[int, float] | None) -> str:
     names = ("token usage", "full token usage", "swa token usage")
-    return ", ".join(f"{name}: {share:.2f}" for name, share in zip(names, usage))
+    text = ", ".join(f"{name}: {share:.2f}" for name, share in zip(names, usage))
+    return text if states is None else f"{text}, mamba num: {states[0]}, mamba usage: {states[1]:.2f}"

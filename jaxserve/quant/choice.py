@@ -30,7 +30,7 @@ HEAD: Path = ("output",)
 EMBEDDING: Path = ("embedding",)
 """A tied head is made from the embedding: it has no tensor of its own."""
 
-_ROUTERS = {"router", "shared_gate"}
+_FEW_OUTPUTS = {"router", "shared_gate", "gates"}
 _OF_HEADS = "the parts of kv_b_proj multiply queries and sums of latent vectors, one weight a head, in 16 bits"
 _GROUPS = (128, 64, 32)
 _BF16 = np.dtype(jnp.bfloat16)
@@ -194,8 +194,8 @@ def weight_on_the_fly(scheme: str, path: Path, spec: ParamSpec, shards: Shards) 
         return "the output head keeps its type"
     if spec.by_head:
         return _OF_HEADS
-    if _ROUTERS & set(path):
-        return "routers and the gates of shared experts keep their type"
+    if _FEW_OUTPUTS & set(path):
+        return "routers, and the gates of shared experts and of delta nets, keep their type"
     numbers: NumberType = "fp8" if scheme == "fp8" else "int8" if scheme == "int8" else "int4"
     if numbers == "fp8":
         return StoredWeight("fp8", Scheme("fp8", activations="token"), factors=np.dtype(np.float32))

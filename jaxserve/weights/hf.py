@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from jaxserve.model_source import orbax_hint
 from jaxserve.model_source.fields import Fields, abbreviate, read_json
 from jaxserve.params import Window
 from jaxserve.weights.source import TensorInfo, row_blocks
+from jaxserve.weights.stacked_experts import OpenTensor, split_experts
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -47,9 +47,8 @@ class SafetensorsFolder:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._slices: dict[str, Callable[[], Any]] = {}
+        self._slices: dict[str, OpenTensor] = {}
         self._stored: dict[str, tuple[Path, str]] = {}
-        self._infos: dict[str, TensorInfo] = {}
         for file, wanted in _files_to_open(folder).items():
             try:
                 opened: Any = safe_open(folder / file, framework="numpy")
@@ -62,7 +61,8 @@ class SafetensorsFolder:
                     name = _name_alone(stored)
                     self._slices[name] = functools.partial(opened.get_slice, stored)
                     self._stored[name] = folder / file, stored
-                    self._infos[name] = _info(self._slices[name]())
+        self._slices = split_experts(self._slices)
+        self._infos = {name: _info(tensor()) for name, tensor in self._slices.items()}
 
     @property
     def description(self) -> str:

@@ -31,7 +31,7 @@ LoadFormat = Literal["auto", "safetensors", "gguf", "orbax", "dummy"]
 
 _TOWERS = (
     "vision_tower.", "multi_modal_projector.", "vision_model.", "audio_tower.", "embed_vision.", "embed_audio.",
-    "vision_embedder.",
+    "vision_embedder.", "visual.",
 )  # fmt: skip
 # Tensors that only quantized weights have
 _ONLY_QUANTIZED = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv", "_proj_blocks")

@@ -5,7 +5,8 @@ now. So a wrong page, position, slot, order or token in a plan gives wrong token
 early shows too. Of a KV group with a window, it reads only what the queries of a step see, and mixes in what differs.
 Its state comes only from plans, and it checks each plan against `Capacity`. A sequence that starts with more tokens
 than `rotation_length` writes other values into its pages, which only such sequences may read. With pipeline stages,
-it also checks for which tokens they wait.
+it also checks for which tokens they wait. A state is the values of the tokens that it was made of, so a step fails if
+it reads another row than that of its own tokens, or one that was written since.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Sequence
 from jaxserve.api_types import EngineRequest, FinishReason, SamplingParams, StageTimes, TokenLogprobs
 from jaxserve.engine.scheduling.grammars import Allowed, RequestGrammar
 from jaxserve.engine.scheduling.thinking import ThinkingCounter
-from jaxserve.step_plan import Capacity, Chunk, Draw, DrawResult, SlotOpen, StepPlan, StepResult
+from jaxserve.step_plan import Capacity, Chunk, Draw, DrawResult, PageCopy, SlotOpen, StepPlan, StepResult
 from tests.grammars import first_allowed, follow
 from tests.thinking import is_used_up
 
@@ -140,6 +141,10 @@ class _Slot:
     rotation: int = 0  # what is added to the values of its tokens
     # The last step with a part of its prompt, then those with its decodes; of collected ones, at most one
     steps: list[int] = dataclasses.field(default_factory=list)
+    # Where its state is, and after how many tokens; the row that it reads first may belong to a snapshot
+    row: int | None = None
+    folded: int = 0
+    owns_row: bool = False
 
 
 class FakeExecutor:
@@ -154,11 +159,15 @@ class FakeExecutor:
         self._num_dispatched = self._num_collected = 0
         self.compiles_after_ready = 0
         self.plans: list[StepPlan] = []
+        self.loads: list[PageCopy] = []
         self._random = random.Random(0)
         self._slots: dict[tuple[int, int], _Slot] = {}
         self._pools = [
             [[[-1] * capacity.page_size for _ in range(num_pages)] for num_pages in capacity.pages_by_group]
             for _ in range(capacity.num_ranks)
+        ]
+        self._states: list[list[list[int]]] = [
+            [[-1] for _ in range(capacity.num_states)] for _ in range(capacity.num_ranks)
         ]
         self._host: dict[tuple[int, int, int], list[int]] = {}
 
@@ -178,24 +187,38 @@ class FakeExecutor:
         self.plans.append(plan)
         self._num_dispatched += 1
         for group, rank, page, host_slot in plan.saves:
-            self._host[group, rank, host_slot] = list(self._pools[rank][group][page])
+            self._host[group, rank, host_slot] = list(self._rows(rank, group)[page])
+        self.loads += plan.loads
         for group, rank, host_slot, page in plan.loads:
-            self._pools[rank][group][page] = list(self._host[group, rank, host_slot])
+            self._rows(rank, group)[page] = list(self._host[group, rank, host_slot])
         for opened in plan.opens:
             columns = len(opened.cached_pages[0])
-            assert opened.num_cached_tokens == columns * self.capacity.page_size
+            if self.capacity.num_states:
+                assert opened.num_cached_tokens <= columns * self.capacity.page_size
+                assert (opened.state is None) == (opened.num_cached_tokens == 0)
+                assert opened.num_cached_tokens % self.capacity.state_unit == 0
+            else:
+                assert opened.num_cached_tokens == columns * self.capacity.page_size
+                assert opened.state is None
             assert len(opened.cached_pages) == len(self.capacity.pages_by_group)
             tables = [[-1] * (columns - len(pages)) + list(pages) for pages in opened.cached_pages]
             length = self.capacity.rotation_length
             is_long = length is not None and len(opened.prompt_ids) + len(opened.output_ids) > length
             self._slots[opened.rank, opened.slot] = _Slot(
-                opened, tables, opened.num_cached_tokens, len(opened.output_ids), rotation=VOCAB if is_long else 0
+                opened,
+                tables,
+                opened.num_cached_tokens,
+                len(opened.output_ids),
+                rotation=VOCAB if is_long else 0,
+                row=opened.state,
+                folded=opened.num_cached_tokens,
             )
         for chunk in plan.chunks:
             assert len({len(pages) for pages in chunk.new_pages}) == 1, "groups get pages for different tokens"
-            first = -(-chunk.start // self.capacity.page_size)
+            end = -(-(chunk.start + chunk.length) // self.capacity.page_size)
             for table, pages in zip(self._slots[chunk.rank, chunk.slot].tables, chunk.new_pages, strict=True):
                 if pages:
+                    first = end - len(pages)
                     assert len(table) >= first
                     table[first:] = pages
         loaded = {(group, rank, page) for group, rank, _, page in plan.loads}
@@ -204,6 +227,7 @@ class FakeExecutor:
         written = [page for chunk in plan.chunks for page in self._written(chunk)]
         assert all(readers[page] == 1 for page in written), "a page is written that another sequence of the step reads"
         assert loaded.isdisjoint(written), "a page is loaded and computed"
+        self._check_states(plan)
         self._check_stages(plan)
         result = StepResult(tokens=[], logprobs={}, prompt_logprobs={}, drafts=[])
         drawn = DrawResult([], {})
@@ -263,6 +287,54 @@ class FakeExecutor:
         """Return the first position that a query at `position` sees."""
         return 0 if group == 0 else max(0, position - self.capacity.window_groups[group - 1].window + 1)
 
+    def _rows(self, rank: int, group: int) -> list[list[int]]:
+        """Return the pages of a group, or after the last group the states."""
+        pools = self._pools[rank]
+        return pools[group] if group < len(pools) else self._states[rank]
+
+    def _check_states(self, plan: StepPlan) -> None:
+        """Check that no row is written that another chunk of the step reads or writes, or that a load fills for it."""
+        if not self.capacity.num_states:
+            assert all(chunk.state is None for chunk in plan.chunks)
+            return
+        written: dict[tuple[int, int], Chunk] = {}
+        for chunk in plan.chunks:
+            slot = self._slots[chunk.rank, chunk.slot]
+            assert slot.owns_row or chunk.state is not None, "a sequence would write the row of a snapshot"
+            rows = [slot.row] if chunk.state is None else [chunk.state.target, chunk.state.snapshot]
+            for row in rows:
+                if row is not None:
+                    assert (chunk.rank, row) not in written, "a state is written twice"
+                    written[chunk.rank, row] = chunk
+        for chunk in plan.chunks:
+            slot = self._slots[chunk.rank, chunk.slot]
+            if slot.row is not None:
+                assert written.get((chunk.rank, slot.row), chunk) is chunk, "a state is written that another slot reads"
+        for group, rank, _, row in plan.loads:
+            if group == len(self.capacity.pages_by_group) and (chunk := written.get((rank, row))) is not None:
+                assert self._slots[rank, chunk.slot].row == row, "a state is loaded and overwritten"
+
+    def _fold(self, chunk: Chunk, seen: list[int], start: int) -> None:
+        """Write the rows of a chunk that begins at `start`, with the tokens `seen` so far, which all stay."""
+        capacity = self.capacity
+        slot, rows = self._slots[chunk.rank, chunk.slot], self._states[chunk.rank]
+        tokens = [token + slot.rotation for token in seen]
+        if slot.folded:
+            assert slot.row is not None
+            assert rows[slot.row] == tokens[: slot.folded], "the row has the state of another sequence"
+        write, certain = chunk.state, len(seen)
+        if write is not None:
+            slot.row, slot.owns_row = write.target, True
+            if write.snapshot is not None:
+                assert slot.folded < write.snapshot_tokens <= certain
+                assert start < write.snapshot_tokens
+                assert write.snapshot_tokens % capacity.state_unit == 0
+                rows[write.snapshot] = tokens[: write.snapshot_tokens]
+        slot.folded = max(slot.folded, capacity.folded_tokens(certain))
+        if slot.folded:
+            assert slot.row is not None
+            rows[slot.row] = tokens[: slot.folded]
+
     def _read(self, chunk: Chunk) -> list[tuple[int, int, int]]:
         slot, size = self._slots[chunk.rank, chunk.slot], self.capacity.page_size
         end = -(-(slot.length + chunk.length) // size)
@@ -273,8 +345,10 @@ class FakeExecutor:
         ]
 
     def _written(self, chunk: Chunk) -> list[tuple[int, int, int]]:
+        """Return the pages that a chunk writes, without those of cached tokens that it computes again."""
         slot, size = self._slots[chunk.rank, chunk.slot], self.capacity.page_size
-        part = slice(slot.length // size, -(-(slot.length + chunk.length) // size))
+        first = max(slot.length // size, len(slot.opened.cached_pages[0]))
+        part = slice(first, -(-(slot.length + chunk.length) // size))
         return [(group, chunk.rank, page) for group, table in enumerate(slot.tables) for page in table[part]]
 
     def _run(self, plan: StepPlan, index: int, result: StepResult) -> None:
@@ -296,7 +370,7 @@ class FakeExecutor:
         pages = -(-(start + chunk.length) // size)
         assert all(len(table) >= pages for table in slot.tables), "pages don't fit the tokens"
         if not self.capacity.max_drafts:
-            assert {len(table) for table in slot.tables} == {pages}
+            assert {len(table) for table in slot.tables} == {max(pages, len(slot.opened.cached_pages[0]))}
         for token in tokens:
             self._write(chunk, slot.length, token)
             slot.length += 1
@@ -312,6 +386,8 @@ class FakeExecutor:
             )
             for window in windows:
                 seen += [] if window == seen[len(seen) - len(window) :] else window
+            if self.capacity.num_states and not accepted:
+                self._fold(chunk, seen, start)
             if not chunk.sample:
                 slot.hidden = seen if slot.opened.constrained else None
                 break
@@ -348,7 +424,10 @@ class FakeExecutor:
         length = self.capacity.rotation_length
         assert length is None or slot.rotation or position < length, "a sequence grows past the length of its rotation"
         for kv, table in zip(self._pools[chunk.rank], slot.tables):
-            kv[table[position // size]][position % size] = token + slot.rotation
+            page, value = kv[table[position // size]], token + slot.rotation
+            if position < len(slot.opened.cached_pages[0]) * size:
+                assert page[position % size] == value, "a token that others read is computed again, but differs"
+            page[position % size] = value
 
     def _check_drafts_beside_prompts(self, plan: StepPlan, total: int) -> None:
         """Check that they need no larger program, and that it draws enough tokens."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import get_args
 
@@ -74,6 +75,7 @@ def _random_engine(
     num_windows: int,
     speculates: bool,
     num_stages: int,
+    states: bool,
 ) -> tuple[EngineLoop, Scheduler, FakeExecutor]:
     """Make a random engine; if `tiered`, with host memory and so few pages that most cached ones are evicted to it."""
     num_slots = rng.choice([1, 3] if tiered else [1, 3, 8, 8])
@@ -101,6 +103,11 @@ def _random_engine(
     if speculates:
         drafts = rng.randint(1, 8)
         capacity = msgspec.structs.replace(capacity, max_drafts=drafts, verify_buckets=(num_slots * (1 + drafts),))
+    if states:
+        block = rng.choice([1, 2, 4, 8])
+        num_states = num_slots + rng.choice([0, 1, 2, num_slots, 40])
+        unit = math.lcm(block, page_size)
+        capacity = msgspec.structs.replace(capacity, num_states=num_states, state_unit=unit, state_block=block)
     scheduler = Scheduler(
         capacity,
         speculation=AnyLengths(capacity, random.Random(rng.randrange(100))) if speculates else None,
@@ -116,6 +123,8 @@ def _random_engine(
             rng.choice([fits, 2 * num_pages, 99 * fits] if tiered else [0, 2, 2 * fits])
             for num_pages in capacity.pages_by_group
         ],
+        num_host_states=rng.choice([0, 1, 40]) if states else 0,
+        state_snapshot_interval=rng.choice([0, 1, 7]) if states else 0,
         host_write_policy=rng.choice(get_args(WritePolicy)),
         record_cache_events=True,
         random_seed=rng.randrange(100),
@@ -135,7 +144,7 @@ def _random_limits(seed: int) -> QueueLimits:
     return QueueLimits(**{setting: rng.randint(1, most)}) if seed % 10 == 9 else QueueLimits()
 
 
-BLOCKS = [
+WITHOUT_STATES = [
     *((block, False, 1, 0, False) for block in range(16)),
     *((block, True, 1, 0, False) for block in range(8)),
     *((ranks, False, ranks, 0, False) for ranks in (2, 3, 4)),
@@ -143,10 +152,16 @@ BLOCKS = [
     *((block, block % 2 == 1, 1 + block % 2, 1 + block % 4 // 2, False) for block in range(16)),
     *((block, block % 2 == 1, 1 + block % 3 // 2, block % 4 // 2, True) for block in range(24)),
 ]
+WITH_STATES = [
+    *((block, block % 2 == 1, 1, 0, False) for block in range(16)),
+    *((block, block % 2 == 1, 1 + block % 3 // 2, 0, True) for block in range(16)),
+]
+BLOCKS = [*((*block, False) for block in WITHOUT_STATES), *((*block, True) for block in WITH_STATES)]
 CONSTRAINED = [(block, 0.5, *others) for block, *others in BLOCKS]
 QUICK = (
-    *((0, False, 1, 0, False), (0, True, 1, 0, False), (0, False, 1, 1, False), (1, True, 2, 1, False)),
-    *((2, False, 2, 0, False), (0, False, 1, 0, True), (3, True, 1, 1, True)),
+    *((0, False, 1, 0, False, False), (0, True, 1, 0, False, False), (0, False, 1, 1, False, False)),
+    *((1, True, 2, 1, False, False), (2, False, 2, 0, False, False), (0, False, 1, 0, True, False)),
+    *((3, True, 1, 1, True, False), (0, False, 1, 0, False, True), (5, True, 2, 0, True, True)),
 )
 
 
@@ -159,20 +174,21 @@ def _num_seeds(constrained: float, tiered: bool, num_ranks: int) -> int:
     return 12 if tiered else 20
 
 
-QUICK_CONSTRAINED = QUICK[1], QUICK[4], QUICK[6]
+QUICK_CONSTRAINED = QUICK[1], QUICK[4], QUICK[6], QUICK[7]
 
 
 @pytest.mark.parametrize(
-    ("block", "constrained", "tiered", "num_ranks", "num_windows", "speculates"),
+    ("block", "constrained", "tiered", "num_ranks", "num_windows", "speculates", "states"),
     [
         *grid([(block, 0.0, *others) for block, *others in BLOCKS], lambda case: (case[0], *case[2:]) in QUICK),
         *grid(CONSTRAINED, lambda case: (case[0], *case[2:]) in QUICK_CONSTRAINED),
     ],
 )
 def test_tokens_are_those_of_each_request_alone(
-    block: int, constrained: float, tiered: bool, num_ranks: int, num_windows: int, speculates: bool
+    block: int, constrained: float, tiered: bool, num_ranks: int, num_windows: int, speculates: bool, states: bool
 ) -> None:
     preempted = aborted_running = hits = loaded = num_refused = 0
+    states_found = states_evicted = states_loaded = recomputed = 0
     for seed in range(block * 50, block * 50 + _num_seeds(constrained, tiered, num_ranks)):
         rng = random.Random(seed)
         loop, scheduler, executor = _random_engine(
@@ -183,6 +199,7 @@ def test_tokens_are_those_of_each_request_alone(
             num_windows=num_windows,
             speculates=speculates,
             num_stages=random.Random(f"stages {seed}").choice([1, 1, 2, 4]),
+            states=states,
         )
         max_model_len = executor.capacity.max_model_len
         requests: dict[str, EngineRequest] = {}
@@ -230,10 +247,15 @@ def test_tokens_are_those_of_each_request_alone(
         preempted += stats.num_preemptions
         hits += stats.cache_hit_tokens
         loaded += stats.host_load_pages
+        states_found += stats.state_snapshots_found
+        states_evicted += stats.state_snapshots_evicted
+        states_loaded += sum(group == len(executor.capacity.pages_by_group) for group, *_ in executor.loads)
+        recomputed += stats.state_recomputed_tokens
+        assert stats.num_states_used == 0
         assert stats.cache_hit_tokens <= stats.cache_query_tokens
         scheduler.flush_cache()
         assert loop.stats(check=True).num_free_pages == stats.num_pages
-        assert loop.stats().num_host_pages_used == 0
+        assert loop.stats().num_host_pages_used == loop.stats().num_state_snapshots == 0
 
         for request_id, request in requests.items():
             seen = events[request_id]
@@ -262,7 +284,9 @@ def test_tokens_are_those_of_each_request_alone(
     assert preempted > 3 or constrained, "these seeds cause no retractions"
     assert num_refused or constrained, "these seeds refuse no requests"
     assert hits > 40 or constrained, "these seeds cause no cache hits"
-    assert loaded > 2 or constrained or not tiered, "these seeds load nothing from host memory"
+    assert loaded > 2 or constrained or not tiered or states, "these seeds load nothing from host memory"
+    if states:
+        print(states_found, states_evicted, states_loaded, recomputed, loaded)
     assert aborted_running > 0 or constrained, "these seeds abort no running request"
 
 

@@ -14,8 +14,9 @@ from jaxserve.layers.axes import TENSOR_AXES
 from jaxserve.layers.batch import KVPools, TokenBatch
 from jaxserve.models.layout import AnyModel
 from jaxserve.models.registry import abstract_params, family, forward
-from jaxserve.params import KVSpec
+from jaxserve.params import KVSpec, StateSpec
 from jaxserve.runtime.devices.mesh import make_mesh, partitions
+from pallas_kernels.gated_delta import BLOCK, DeltaLayout, DeltaRows, DeltaStates
 from pallas_kernels.paged_attention import REFERENCE, Backend, PagedKV
 
 PAGE_SIZE = 16
@@ -39,7 +40,7 @@ def _compiled(
     def logits(params: Any, tokens: jax.Array, length: jax.Array) -> jax.Array:
         size = len(tokens)
         kv = empty_pools(model, size, kv_dtype, kv_scales)
-        batch = whole_prompt(tokens, length, len(kv))
+        batch = whole_prompt(tokens, length, len(model.kv_specs()))
         x = family(model).embed(model, params, batch)
         return family(model).head(model, params, forward(model, params, x, batch, kv, backend).hidden)
 
@@ -51,15 +52,38 @@ def _compiled(
 
 def whole_prompt(tokens: jax.Array, length: jax.Array, groups: int = 1) -> TokenBatch:
     """Return the first `length` tokens as one row, whose pages are the first ones of each of the KV groups."""
+    return chunk(tokens, jnp.int32(0), length, -(-len(tokens) // PAGE_SIZE), groups)
+
+
+def chunk(tokens: jax.Array, start: jax.Array, length: jax.Array, pages: int, groups: int = 1) -> TokenBatch:
+    """Return the first `length` tokens as one row that follows `start` tokens of its sequence, which has `pages`."""
     size = len(tokens)
     return TokenBatch(
         tokens=tokens,
-        positions=jnp.arange(size, dtype=jnp.int32),
-        fill_lens=jnp.broadcast_to(length, (size,)),
-        page_tables=(jnp.arange(-(-size // PAGE_SIZE), dtype=jnp.int32)[None],) * groups,
+        positions=start + jnp.arange(size, dtype=jnp.int32),
+        fill_lens=jnp.broadcast_to(start + length, (size,)),
+        page_tables=(jnp.arange(pages, dtype=jnp.int32)[None],) * groups,
         query_starts=jnp.stack([jnp.int32(0), length]),
-        kv_lens=length[None],
+        kv_lens=(start + length)[None],
         num_decodes=jnp.int32(0),
+        num_seqs=jnp.int32(1),
+        states=_only_row(start, length),
+    )
+
+
+def _only_row(start: jax.Array, length: jax.Array) -> DeltaRows:
+    """Return where the state of the only sequence is, before a chunk of `length` tokens that begins at `start`."""
+    zero = jnp.zeros(1, jnp.int32)
+    return DeltaRows(
+        slots=zero,
+        query_starts=jnp.stack([jnp.int32(0), length]),
+        lens=start[None],
+        folded=start[None] // BLOCK * BLOCK,
+        certain=(start + length)[None],
+        sources=zero,
+        targets=zero,
+        snapshots=zero - 1,
+        snapshot_lens=zero,
         num_seqs=jnp.int32(1),
     )
 
@@ -75,7 +99,23 @@ def empty_pools(model: AnyModel, size: int, dtype: Any = jnp.float32, kv_scales:
         values = keys if spec.value_dim is None else keys[:, :0]
         return PagedKV(keys, values, spec.num_layers, scales, value_dim=spec.value_dim)
 
-    return tuple(map(pool, specs, kv_scales or [None] * len(specs)))
+    pools = tuple(map(pool, specs, kv_scales or [None] * len(specs)))
+    states = model.state_spec()
+    return pools if states is None else (*pools, _empty_states(states, model.shards, dtype))
+
+
+def _empty_states(spec: StateSpec, shards: int, dtype: Any) -> DeltaStates:
+    """Return a shard's part of the state of one sequence."""
+    heads = spec.key_heads // shards, spec.value_heads // shards
+    layout = DeltaLayout(spec.num_layers, *heads, spec.key_dim, spec.value_dim, spec.taps, np.dtype(dtype))
+    (recurrent, tails), (*entries, inputs) = layout.pool_shapes(1), layout.slot_shapes(1)
+    kept = [jnp.full(shape, jnp.nan, jnp.float32) for shape in entries]
+    return DeltaStates(
+        jnp.full(recurrent, jnp.nan, jnp.float32),
+        jnp.full(tails, jnp.nan, dtype),
+        *kept,
+        jnp.full(inputs, jnp.nan, dtype),
+    )
 
 
 def prompt_logits(
@@ -101,3 +141,31 @@ def prompt_logits(
     dtype = jax.tree.leaves(params.norm)[0].dtype
     run = _compiled(model, dtype, kv_dtype or dtype, backend, mesh or cpu_mesh(), kv_scales, abstract)
     return np.array(run(params, padded, np.int32(len(tokens))))[: len(tokens), : model.config.vocab_size]
+
+
+def logits_by_chunks(model: AnyModel, params: Any, tokens: list[int], lengths: list[int], *, size: int) -> np.ndarray:
+    """Return the logits of all tokens, computed in chunks of these lengths, each padded to `size`."""
+    run, kv, start, found = _step(model, size, len(tokens)), empty_pools(model, len(tokens)), 0, []
+    for length in lengths:
+        ids = np.zeros(size, np.int32)
+        ids[:length] = tokens[start : start + length]
+        logits, kv = run(params, ids, np.int32(start), np.int32(length), kv)
+        found.append(np.array(logits)[:length])
+        start += length
+    assert start == len(tokens)
+    return np.concatenate(found)[:, : model.config.vocab_size]
+
+
+@functools.cache
+def _step(model: AnyModel, size: int, total: int) -> Any:
+    """Return the program that computes a chunk in float32, padded to `size`, of a sequence of `total` tokens."""
+
+    def step(params: Any, ids: jax.Array, start: jax.Array, length: jax.Array, kv: KVPools) -> Any:
+        batch = chunk(ids, start, length, -(-total // PAGE_SIZE), len(model.kv_specs()))
+        out = forward(model, params, family(model).embed(model, params, batch), batch, kv, REFERENCE)
+        return family(model).head(model, params, out.hidden), out.kv
+
+    whole = PartitionSpec()
+    parts = (partitions(abstract_params(model, np.dtype(np.float32))), *[whole] * 4)
+    mapped = jax.shard_map(step, mesh=cpu_mesh(), in_specs=parts, out_specs=(whole, whole), check_vma=False)
+    return jax.jit(mapped)

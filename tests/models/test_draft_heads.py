@@ -54,6 +54,23 @@ LATENT = MIXTURE | {
     "topk_group": 1,
     "routed_scaling_factor": 1.0,
 }
+NEXT = CONFIG | {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "head_dim": HEAD_DIM,
+    "moe_intermediate_size": WIDTH,
+    "num_experts": EXPERTS,
+    "num_experts_per_tok": CHOSEN,
+    "partial_rotary_factor": 0.25,
+    "shared_expert_intermediate_size": WIDTH,
+}
+DENSE = CONFIG | {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "head_dim": HEAD_DIM,
+    "mtp_num_hidden_layers": 1,
+    "rope_parameters": {"partial_rotary_factor": 0.25, "rope_theta": THETA, "mrope_section": [1, 1, 0]},
+}
 
 
 def norm(x: np.ndarray[Any, Any], weight: np.ndarray[Any, Any], eps: float = EPS) -> np.ndarray[Any, Any]:
@@ -76,6 +93,22 @@ def attention(x: np.ndarray[Any, Any], own: Tensors, name: str, rotated: int = H
     q, k = rotate(q, rotated), rotate(k, rotated)
     k, v = (np.repeat(each, HEADS // KV_HEADS, axis=1) for each in (k, v))
     return weighted_sums(q, k, v) @ own[f"{name}.o_proj.weight"].T
+
+
+def gated_attention(x: np.ndarray[Any, Any], own: Tensors, name: str) -> np.ndarray[Any, Any]:
+    """Attend as Qwen3-Next: heads are normalized, a quarter of each is rotated, and outputs have gates."""
+    q, k, v = (
+        (x @ own[f"{name}.{letter}_proj.weight"].T).reshape(len(x), heads, -1)
+        for letter, heads in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS))
+    )
+    q, gate = np.split(q, 2, axis=2)
+    q, k = (
+        rotate(norm(each, 1 + own[f"{name}.{letter}_norm.weight"]), HEAD_DIM // 4)
+        for letter, each in (("q", q), ("k", k))
+    )
+    k, v = (np.repeat(each, HEADS // KV_HEADS, axis=1) for each in (k, v))
+    gates = 1 / (1 + np.exp(-gate.reshape(len(x), -1)))
+    return (weighted_sums(q, k, v) * gates) @ own[f"{name}.o_proj.weight"].T
 
 
 def latent_attention(x: np.ndarray[Any, Any], own: Tensors, name: str) -> np.ndarray[Any, Any]:
@@ -119,6 +152,17 @@ def mixture(x: np.ndarray[Any, Any], own: Tensors, name: str) -> np.ndarray[Any,
     return out
 
 
+def softmax_mixture(x: np.ndarray[Any, Any], own: Tensors, name: str) -> np.ndarray[Any, Any]:
+    """Mix experts as Qwen3-Next: weights are a softmax over the chosen ones, and the shared expert has a gate."""
+    logits = x @ own[f"{name}.gate.weight"].T
+    out = mlp(x, own, f"{name}.shared_expert") / (1 + np.exp(-x @ own[f"{name}.shared_expert_gate.weight"].T))
+    for token, experts in enumerate(np.argsort(-logits, axis=1)[:, :CHOSEN]):
+        shares = np.exp(logits[token, experts] - logits[token].max())
+        for expert, share in zip(experts, shares / shares.sum()):
+            out[token] += share * mlp(x[token : token + 1], own, f"{name}.experts.{expert}")[0]
+    return out
+
+
 def eagle_logits(own: Tensors, embedded: Any, hidden: Any, head: Any) -> Any:
     x = np.concatenate([embedded, hidden], 1) @ own["fc.weight"].T + own.get("fc.bias", 0)
     x = x + attention(x, own, "layers.0.self_attn")
@@ -152,6 +196,19 @@ def mtp_logits(own: Tensors, embedded: Any, hidden: Any, head: Any, *, latent: b
     x = x + attend(normed, own, f"{name}.self_attn")
     x = x + mixture(norm(x, own[f"{name}.post_attention_layernorm.weight"]), own, f"{name}.mlp")
     x = norm(x, own[f"{name}.shared_head.norm.weight"])
+    return x, x @ head.T
+
+
+def qwen_mtp_logits(own: Tensors, embedded: Any, hidden: Any, head: Any, *, experts: bool) -> Any:
+    def offset_norm(x: Any, name: str) -> Any:
+        return norm(x, 1 + own[f"mtp.{name}.weight"])
+
+    parts = offset_norm(embedded, "pre_fc_norm_embedding"), offset_norm(hidden, "pre_fc_norm_hidden")
+    x = np.concatenate(parts, 1) @ own["mtp.fc.weight"].T
+    x = x + gated_attention(offset_norm(x, "layers.0.input_layernorm"), own, "mtp.layers.0.self_attn")
+    normed = offset_norm(x, "layers.0.post_attention_layernorm")
+    x = x + (softmax_mixture if experts else mlp)(normed, own, "mtp.layers.0.mlp")
+    x = offset_norm(x, "norm")
     return x, x @ head.T
 
 
@@ -335,3 +392,24 @@ def test_multi_token_prediction(model: dict[str, Any], *, latent: bool) -> None:
     config = mtp.config_of(parse_model_config(LATENT if latent else MIXTURE))
     expected = mtp_logits(own, model["table"][model["tokens"]], model["hidden"], model["head"], latent=latent)
     assert_close(drafted(config, own | copies, **model), expected)
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_multi_token_prediction_of_qwen(model: dict[str, Any], *, experts: bool) -> None:
+    attention, block = "mtp.layers.0.self_attn", "mtp.layers.0.mlp"
+    shapes = layer_shapes("mtp.layers.0") | {f"{attention}.q_proj.weight": (2 * HEADS * HEAD_DIM, DIM)}
+    shapes |= dict.fromkeys((f"{attention}.q_norm.weight", f"{attention}.k_norm.weight"), (HEAD_DIM,))
+    for each in ("layers.0.input_layernorm", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
+        shapes[f"mtp.{each}.weight"] = (DIM,)
+    shapes["mtp.fc.weight"] = (DIM, 2 * DIM)
+    if experts:
+        shapes |= {f"{block}.gate.weight": (EXPERTS, DIM), f"{block}.shared_expert_gate.weight": (1, DIM)}
+        for one in (*(f"{block}.experts.{expert}" for expert in range(EXPERTS)), f"{block}.shared_expert"):
+            shapes |= mlp_shapes(one, WIDTH)
+    else:
+        shapes |= mlp_shapes(block)
+    own = matrices(np.random.default_rng(8), shapes)
+    parsed = parse_model_config(NEXT if experts else DENSE)
+    expected = qwen_mtp_logits(own, model["table"][model["tokens"]], model["hidden"], model["head"], experts=experts)
+    assert_close(drafted(mtp.config_of(parsed), own, **model), expected)
+    assert mtp.prefix_of(parsed) == "mtp."

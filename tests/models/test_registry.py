@@ -35,9 +35,17 @@ def test_an_unknown_architecture_is_refused_with_what_to_serve_instead(architect
     ("architecture", "fields", "reason"),
     [
         ("MiniCPM3ForCausalLM", {"kv_lora_rank": 256}, "of the models with multi-head latent attention, DeepSeek-V2"),
-        ("KimiLinearForCausalLM", {"kv_lora_rank": 512, "linear_attn_config": {}}, "it keeps a state of fixed size"),
-        ("Mamba2ForCausalLM", {"state_size": 128}, "it keeps a state of fixed size for each sequence .* no KV group"),
-        ("Qwen3_5ForConditionalGeneration", {"text_config": {"linear_conv_kernel_dim": 4}}, "it keeps a state"),
+        (
+            "KimiLinearForCausalLM",
+            {"kv_lora_rank": 512, "linear_attn_config": {}},
+            "it has Kimi delta attention: .* Qwen",
+        ),
+        ("Mamba2ForCausalLM", {"state_size": 128}, "it has Mamba layers: layers that keep states"),
+        ("NemotronHForCausalLM", {"ssm_state_size": 128}, "it has Mamba layers"),
+        ("Lfm2ForCausalLM", {"conv_L_cache": 3}, "it has short convolutions"),
+        ("MiniMaxText01ForCausalLM", {"layernorm_linear_attention_alpha": 1}, "it has lightning attention"),
+        ("OlmoHybridForCausalLM", {"linear_conv_kernel_dim": 4}, "of the models with gated delta nets, Qwen3-Next"),
+        ("MadeUpForImages", {"text_config": {"mamba_d_state": 16}}, "it has Mamba layers"),
     ],
 )
 def test_a_field_may_tell_why_an_architecture_is_refused(

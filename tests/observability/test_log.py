@@ -43,6 +43,11 @@ def test_the_lines_of_the_catalogue() -> None:
         stages=[StageTimes(9.5, 0.5), StageTimes(7.0, 3.0), StageTimes()],
     )  # fmt: skip
     assert staged.endswith("bucket: 2, padding: 0.00%, stages busy: 95%/70%/0%")
+    stateful = log.decode_line(
+        running=2, tokens=100, usage=(0.5,), throughput=10.0, queued=0, fine=True, bucket=2, padding=0.0,
+        states=(3, 0.25),
+    )  # fmt: skip
+    assert "token usage: 0.50, mamba num: 3, mamba usage: 0.25, gen throughput" in stateful
     assert (
         log.prefill_line(new_seq=2, new_token=300, cached_token=16, usage=(0.5,), running=3, queued=4, hit_rate=0.25)
         == "Prefill batch. #new-seq: 2, #new-token: 300, #cached-token: 16, token usage: 0.50, #running-req: 3, "

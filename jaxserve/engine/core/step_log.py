@@ -54,6 +54,7 @@ class StepLog:
                     # The plan's cached tokens include restarts after a retraction, which don't count as hits.
                     cached_token=stats.cache_hit_tokens - self._hits_before,
                     usage=_usage(stats),
+                    states=_states(stats),
                     running=stats.num_running,
                     queued=stats.num_waiting,
                     hit_rate=stats.cache_hit_tokens / max(stats.cache_query_tokens, 1),
@@ -78,6 +79,7 @@ class StepLog:
                     running=stats.num_running,
                     tokens=used * self._scheduler.page_size,
                     usage=_usage(stats),
+                    states=_states(stats),
                     throughput=tokens / seconds if seconds > 0 else 0.0,
                     queued=stats.num_waiting,
                     fine=stats.coarse_decode_steps == before.coarse_decode_steps,
@@ -120,3 +122,8 @@ def _usage(stats: EngineStats) -> tuple[float, ...]:
     if not stats.num_window_pages:
         return (stats.token_usage,)
     return stats.token_usage, stats.full_token_usage, stats.swa_token_usage
+
+
+def _states(stats: EngineStats) -> tuple[int, float] | None:
+    """Return the number and the share of the rows of states that running requests have, if there are any rows."""
+    return (stats.num_states_used, stats.state_usage) if stats.num_states else None

@@ -6,7 +6,7 @@ cache owns the tree; this module never touches memory.
 
 `write_through` saves pages in the plan that follows the one that computes them: eviction is immediate, but pages occupy
 both memories. `write_back` saves pages when they are evicted: the two memories hold different pages. Of a window group
-it saves the last window of a node.
+it saves the last window of a node. States at the ends of nodes are saved like pages.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Literal
 from jaxserve.engine.kv_cache.cache_events import CacheEventRecorder
 from jaxserve.engine.kv_cache.page_pool import PagePool
 from jaxserve.engine.kv_cache.radix_node import LruHeap, RadixNode
+from jaxserve.engine.kv_cache.state_pool import IN_HOST_MEMORY, ON_DEVICE, StatePool
 from jaxserve.engine.kv_cache.window_pages import WindowPages
 
 WritePolicy = Literal["write_through", "write_back"]
@@ -26,8 +27,8 @@ _Copy = tuple[int, int, int]
 class HostTier:
     """Host memory of `num_pages` slots, one page each; with 0 slots nothing is saved.
 
-    `windows` are the slots for pages of KV groups with a window. It tells the `recorder`, if any, which pages of whole
-    sequences have copies.
+    `windows` are the slots for pages of KV groups with a window, and there are `num_states` for states. It tells the
+    `recorder`, if any, which pages of whole sequences have copies.
     """
 
     def __init__(
@@ -37,13 +38,16 @@ class HostTier:
         policy: WritePolicy = "write_through",
         windows: Sequence[WindowPages] = (),
         recorder: CacheEventRecorder | None = None,
+        num_states: int = 0,
     ) -> None:
         self.windows = tuple(windows)
+        self.states = StatePool(num_states, IN_HOST_MEMORY)
         self.recorder = recorder
         self._slots = PagePool(num_pages, page_size)
         self._writes_through = num_pages > 0 and policy == "write_through"
         self._added: list[RadixNode] = []
         self._evictable = LruHeap(_is_evictable)
+        self._state_group = 1 + len(self.windows)
         self._saves: dict[tuple[int, int], int] = {}
         self._loads: list[_Copy] = []
         self._loading: list[tuple[int, list[int]]] = []
@@ -81,6 +85,9 @@ class HostTier:
                 if self.save(one) < len(one.pages):
                     break  # a lookup can't pass the gap, so the nodes after it would not be found
                 self.save_windows(one)
+            else:
+                if not node.detached:
+                    self.save_state(node)
         self._added.clear()
 
     def save(self, node: RadixNode) -> int:
@@ -116,6 +123,19 @@ class HostTier:
         if not self._writes_through:
             self.save_windows(node)
 
+    def save_state(self, node: RadixNode) -> None:
+        """Save the state of `node` on the device, if it has one without a copy and there is a slot for it."""
+        row = node.states[ON_DEVICE]
+        if row is not None and node.states[IN_HOST_MEMORY] is None and (slot := self.states.take()) is not None:
+            self._saves[self._state_group, slot] = row
+            self.states.give(node, slot)
+
+    def load_state(self, node: RadixNode, row: int) -> None:
+        """Load the copy of the state of `node`, which is held for this plan, into a row."""
+        slot = node.states[IN_HOST_MEMORY]
+        assert slot is not None
+        self._loads.append((self._state_group, slot, row))
+
     def load(self, node: RadixNode) -> None:
         """Load the copies of `node`, which was host-only, into its pages."""
         self._loads += ((0, slot, page) for slot, page in zip(node.host_slots, node.pages, strict=True))
@@ -147,8 +167,15 @@ class HostTier:
         """Free the copies of `node`."""
         self._release(node.host_slots)
         node.host_slots = []
+        self.drop_state(node)
         for window in self.windows:
             window.drop(node)
+
+    def drop_state(self, node: RadixNode) -> None:
+        """Free the copy of the state of `node`."""
+        if (slot := node.states[IN_HOST_MEMORY]) is not None:
+            self._saves.pop((self._state_group, slot), None)
+            self.states.drop(node)
 
     def take_copies(self) -> tuple[list[_Copy], list[_Copy]]:
         """Return and reset the copies for the plan being made.
@@ -174,6 +201,7 @@ class HostTier:
     def check(self, owned: Iterable[int], nodes: list[RadixNode]) -> list[str]:
         """Return the inconsistencies found, as sentences; `owned` are the slots of all `nodes` of the tree."""
         problems = [f"in host memory, {problem}" for problem in self._slots.check(owned)]
+        problems += [f"in host memory, {problem}" for problem in self.states.check((), nodes)]
         for window in self.windows:
             problems += [f"in host memory for a window, {problem}" for problem in window.check((), nodes)]
         if self._loads or self._loading:
@@ -193,6 +221,7 @@ class HostTier:
         parent = None if kept else node.unlink(size)
         for window in self.windows:
             window.drop_end(node, len(node.host_slots) - kept)
+        self.drop_state(node)
         self._release(node.host_slots[kept:])
         if self.recorder is not None:
             self.recorder.dropped(node.host_slots[kept:])

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from jaxserve.engine.kv_cache.host_tier import HostTier
-from jaxserve.engine.kv_cache.radix_node import RadixNode
+from jaxserve.engine.kv_cache.radix_node import RadixNode, path_to
 from jaxserve.engine.kv_cache.window_pages import WindowPages, WindowRun
 
 
@@ -69,7 +69,7 @@ class PrefixWindows:
         """Count a request as a user of the last window of the prefix that ends at `node`; return the pages by group."""
         if not self.groups:
             return []
-        num_pages = sum(one.length for one in _path(node))
+        num_pages = sum(one.length for one in path_to(node))
         return [self._hold(group, node, num_pages) for group in range(len(self.groups))]
 
     def release(self, held: Sequence[HeldWindow]) -> None:
@@ -157,7 +157,7 @@ class PrefixWindows:
         window = self.groups[group]
         first = window.first_seen(num_pages * self._page_size)
         missing, parts = num_pages - first, list[_NodePart]()
-        for one in _path(node):
+        for one in path_to(node):
             if missing <= 0:
                 break
             wanted = min(missing, one.length)
@@ -172,10 +172,3 @@ class PrefixWindows:
             window.use(part.pages)
             self._tier.use_window(group, part.slots)
         return HeldWindow(first, parts)
-
-
-def _path(node: RadixNode) -> Iterator[RadixNode]:
-    """Yield the node and its ancestors, but for the root."""
-    while node.parent is not None:
-        yield node
-        node = node.parent

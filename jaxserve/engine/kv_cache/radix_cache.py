@@ -15,16 +15,19 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 
 from jaxserve.engine.kv_cache.host_tier import HostTier
 from jaxserve.engine.kv_cache.page_pool import PagePool
+from jaxserve.engine.kv_cache.prefix_states import PrefixStates, StateOwner
 from jaxserve.engine.kv_cache.prefix_windows import PrefixWindows
 from jaxserve.engine.kv_cache.radix_node import LruHeap, RadixNode, descendants, walk
+from jaxserve.engine.kv_cache.state_pool import StatePool
 from jaxserve.engine.kv_cache.window_pages import WindowPages, WindowRun
 
 
 class RadixCache:
     """The cached prefixes over the pages of `pool`, and of `windows` for KV groups with a window.
 
-    When `disabled`, it holds only roots, so nothing is found or kept. Without a `tier`, evicted pages are lost.
-    The tier's recorder, if there is one, learns which pages can be found.
+    A model that keeps a state for each sequence has `states`, and no windows. When `disabled`, it holds only roots, so
+    nothing is found or kept. Without a `tier`, evicted pages are lost. The tier's recorder, if there is one, learns
+    which pages can be found.
     """
 
     def __init__(
@@ -32,11 +35,14 @@ class RadixCache:
         pool: PagePool,
         tier: HostTier | None = None,
         windows: Sequence[WindowPages] = (),
+        states: StatePool | None = None,
         *,
         disabled: bool = False,
     ) -> None:
+        assert states is None or not windows, "windows beside states"
         self.tier = tier or HostTier(0, pool.page_size)
         self.windows = PrefixWindows(windows, self.tier, pool.page_size)
+        self.states = None if states is None else PrefixStates(states, self.tier, pool.page_size)
         self._pool = pool
         self._page_size = pool.page_size
         self._disabled = disabled
@@ -51,19 +57,34 @@ class RadixCache:
         """Return the node that ends the longest cached prefix of `tokens[:limit]`, and the prefix's resident pages.
 
         The rest of the prefix, up to the node, is only in host memory: see `num_host_only` and `load`. A node that
-        matches in part is split, so that the prefix ends with a node; the whole path is marked as used.
+        matches in part is split, so that the prefix ends with a node; the whole path is marked as used. With states,
+        the tokens after `PrefixStates.before(node)` are to be computed again.
         """
         root = self._root(namespace)
-        return self._take(root, self.windows.usable(walk(root, tokens, limit, self._page_size)))
+        path = walk(root, tokens, limit, self._page_size)
+        if self.states is not None:
+            return self._take(root, self.states.usable(list(path)))
+        return self._take(root, self.windows.usable(path))
 
     def match_length(self, namespace: Hashable, tokens: list[int], limit: int) -> int:
-        """Return how many tokens `match` would find, without changing anything."""
+        """Return how many tokens a request would not compute after `match`, without changing anything."""
         root = self._roots.get(namespace)
         if root is None:
             return 0
-        return self._page_size * sum(
-            length for _, length in self.windows.usable(walk(root, tokens, limit, self._page_size))
-        )
+        path = walk(root, tokens, limit, self._page_size)
+        if self.states is not None:
+            return self.states.known_length(list(path))
+        return self._page_size * sum(length for _, length in self.windows.usable(path))
+
+    def end_of(self, namespace: Hashable, tokens: list[int]) -> RadixNode | None:
+        """Return the node that ends the prefix `tokens`, which is split if needed; None if pages of it are not on the
+        device."""
+        root = self._roots.get(namespace)
+        path = [] if root is None else list(walk(root, tokens, len(tokens), self._page_size))
+        if sum(length for _, length in path) * self._page_size < len(tokens) or not path[-1][0].pages:
+            return None
+        node, length = path[-1]
+        return node if length == node.length else self._split_head(node, length)
 
     def num_host_only(self, node: RadixNode) -> int:
         """Return how many pages at the end of the prefix that ends at `node` are only in host memory."""
@@ -125,7 +146,7 @@ class RadixCache:
         if self._disabled or node.detached or not pages:
             return node, 0
         self._time += 1
-        grows = node.parent is not None and node.locks == 1 and not node.children
+        grows = node.parent is not None and node.locks == 1 and not node.children and node.states == _NO_STATES
         if grows and not self.tier.windows:
             # The leaf is used by this request only. Grow it, so that a chunked prompt doesn't become a chain of nodes.
             node.tokens += tokens
@@ -184,7 +205,7 @@ class RadixCache:
             for node in list(descendants(root)):
                 node.detached = True
                 self.tier.drop(node)
-                self.windows.drop(node)
+                self._drop_more(node)
                 if node.locks:
                     self._detached.add(node)
                 else:
@@ -206,13 +227,21 @@ class RadixCache:
         for node in self._detached:
             yield from node.pages
 
-    def check(self, ends: list[RadixNode], used: Sequence[Iterable[int]] = ()) -> list[str]:
+    def check(
+        self,
+        ends: list[RadixNode],
+        used: Sequence[Iterable[int]] = (),
+        states: Sequence[StateOwner] = (),
+    ) -> list[str]:
         """Return the inconsistencies found, as sentences.
 
-        `ends` are the nodes that running requests have locked, `used` the window pages that they use, by group.
+        `ends` are the nodes that running requests have locked, `used` the window pages that they use, by group, and
+        `states` have their rows of states.
         """
         nodes = [node for root in self._roots.values() for node in descendants(root)]
         problems = self.windows.check(used, nodes)
+        if self.states is not None:
+            problems += self.states.check(states, nodes)
         expected: dict[int, int] = {}
         for end in ends:
             at: RadixNode | None = end
@@ -310,12 +339,13 @@ class RadixCache:
             lost = self._split_tail(node, kept) if kept else node
             assert not lost.children
             lost.unlink(self._page_size)
-            self.windows.drop(lost)
+            self._drop_more(lost)
             self.tier.drop(lost)
             lost.pages = []
         if kept:
             self.tier.save_windows(node)
-            self.windows.drop(node)
+            self.tier.save_state(node)
+            self._drop_more(node)
             node.pages = []
             parent.num_resident_children -= 1
             self.tier.update_lru(node)
@@ -338,10 +368,18 @@ class RadixCache:
         self.windows.split(upper, node)
         return upper
 
+    def _drop_more(self, node: RadixNode) -> None:
+        """Take from a node what it has on the device besides its pages: those of windows, and a state."""
+        self.windows.drop(node)
+        if self.states is not None:
+            self.states.pool.drop(node)
+
     def _split_tail(self, node: RadixNode, length: int) -> RadixNode:
         """Split `node` after `length` pages; return the last part, a new node."""
         tail = node.split_tail(length, self._page_size)
         self.windows.split(node, tail)
+        if self.states is not None:
+            self.states.split(tail)
         return tail
 
     def _update_lru(self, node: RadixNode) -> None:
@@ -350,6 +388,9 @@ class RadixCache:
             self._evictable.push(node)
         else:
             self.tier.update_lru(node)
+
+
+_NO_STATES = [None, None]
 
 
 def _is_evictable(node: RadixNode) -> bool:

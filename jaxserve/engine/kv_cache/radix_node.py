@@ -22,7 +22,8 @@ class RadixNode:
     removes a node from the tree and marks it `detached`: it keeps its pages while it is locked, and no lookup finds it.
 
     `windows` has a list of pages for each KV group with a window, and then a list of host slots for each, all for the
-    end of the run. A host-only node has no window pages on the device.
+    end of the run. A host-only node has no window pages on the device. `states` are the rows that have the state of a
+    sequence at the end of the run, on the device and in host memory; a node that has one doesn't grow.
     """
 
     __slots__ = (
@@ -34,6 +35,7 @@ class RadixNode:
         "num_resident_children",
         "pages",
         "parent",
+        "states",
         "tokens",
         "windows",
     )
@@ -51,6 +53,7 @@ class RadixNode:
         self.pages = pages
         self.host_slots = host_slots or []
         self.windows = windows or []
+        self.states: list[int | None] = [None, None]
         self.children: dict[Key, RadixNode] = {}
         self.num_resident_children = 0
         self.locks = 0
@@ -118,6 +121,7 @@ class RadixNode:
         tail = RadixNode(self, self.tokens[at:], self.pages[length:], self.host_slots[length:], windows)
         tail.last_used, tail.children = self.last_used, self.children
         tail.num_resident_children = self.num_resident_children
+        tail.states, self.states = self.states, tail.states
         for child in tail.children.values():
             child.parent = tail
         del self.tokens[at:], self.pages[length:], self.host_slots[length:]
@@ -133,6 +137,13 @@ def descendants(root: RadixNode) -> Iterator[RadixNode]:
         node = stack.pop()
         yield node
         stack.extend(node.children.values())
+
+
+def path_to(node: RadixNode) -> Iterator[RadixNode]:
+    """Yield the node and its ancestors, but for the root."""
+    while node.parent is not None:
+        yield node
+        node = node.parent
 
 
 def walk(node: RadixNode, tokens: list[int], limit: int, page_size: int) -> Iterator[tuple[RadixNode, int]]:

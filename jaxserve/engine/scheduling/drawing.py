@@ -61,6 +61,7 @@ def plan_run(rank: Rank, request: Request, length: int, num_forced: int, page_si
         spare = rank.num_available_pages - len(rank.decoding) - num_forced
         length = min(length, room + max(0, spare) * page_size + (not room))
     assert request.slot is not None
+    state = None if rank.states is None else rank.states.write_output(request, start + length)
     chunk = Chunk(
         request_id=request.request_id,
         slot=request.slot,
@@ -71,6 +72,7 @@ def plan_run(rank: Rank, request: Request, length: int, num_forced: int, page_si
         new_pages=rank.extend(request, start + length),
         logits=1,
         sample=False,
+        state=state,
     )
     request.num_planned_tokens = start + length
     return chunk

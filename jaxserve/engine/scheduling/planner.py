@@ -11,6 +11,8 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+import msgspec
+
 from jaxserve.engine.scheduling.admission import NewTokenRatio
 from jaxserve.engine.scheduling.drawing import Drawing, plan_run
 from jaxserve.engine.scheduling.forced_runs import ForcedRuns
@@ -22,7 +24,7 @@ from jaxserve.engine.scheduling.request_table import RequestTable
 from jaxserve.engine.scheduling.step_times import StepTimes
 from jaxserve.engine.speculation.speculation import Speculation
 from jaxserve.errors import ConfigError
-from jaxserve.step_plan import Capacity, Chunk, DraftRead, PageCopy, SlotOpen, StepPlan
+from jaxserve.step_plan import Capacity, Chunk, DraftRead, PageCopy, SlotOpen, StateWrite, StepPlan
 
 
 @dataclasses.dataclass
@@ -30,16 +32,18 @@ class _Decodes:
     """The decodes of a step while it is planned: their requests, and the pages that each adds.
 
     `tokens` counts the tokens of each rank so far, forced ones included. `greedy` tells whether all decodes are greedy.
+    `states` says where the state of a request is written, if elsewhere than before.
     """
 
     tokens: list[int]
     requests: list[Request] = dataclasses.field(default_factory=list)
     pages: list[tuple[tuple[int, ...], ...]] = dataclasses.field(default_factory=list)
     greedy: bool = True
+    states: dict[str, StateWrite] = dataclasses.field(default_factory=dict)
 
     def chunks(self, lengths: Iterable[int]) -> list[Chunk]:
         """Return the chunk of each decode: one token, and the draft tokens that it verifies."""
-        return [
+        chunks = [
             Chunk(  # by position, in the order of its fields: names would take a third longer
                 request.request_id,
                 request.slot,  # type: ignore[arg-type] # it runs, so it has one
@@ -53,6 +57,9 @@ class _Decodes:
             )
             for request, pages, length in zip(self.requests, self.pages, lengths)
         ]
+        if not self.states:
+            return chunks
+        return [msgspec.structs.replace(chunk, state=self.states.get(chunk.request_id)) for chunk in chunks]
 
 
 @dataclasses.dataclass
@@ -183,7 +190,8 @@ class Planner:
             waiting = [request for request in rank.decoding.values() if request.num_planned_tokens % page_size == 0]
         else:
             oldest = next(iter(rank.prefilling.values()), None)
-            waiting = [oldest] if oldest is not None and oldest.num_planned_tokens % page_size == 0 else []
+            is_full = oldest is not None and oldest.num_planned_tokens == len(oldest.pages[0]) * page_size
+            waiting = [oldest] if oldest is not None and is_full else []
         if len(waiting) <= rank.num_available_pages:
             return False
         for request in waiting:
@@ -204,7 +212,7 @@ class Planner:
     def _plan_decodes(self, rank: Rank, decoding: Iterable[Request], decodes: _Decodes, drawing: Drawing) -> None:
         """Add the decoding requests of a rank. A request with a grammar is added if its next token is known or can be
         drawn."""
-        page_size, no_pages = self._page_size, self._no_pages
+        page_size, no_pages, states = self._page_size, self._no_pages, rank.states
         requests, pages, before = decodes.requests, decodes.pages, len(decodes.requests)
         ending = []
         for request in decoding:
@@ -227,6 +235,8 @@ class Planner:
             pages.append(no_pages if position % page_size else rank.extend(request, position + 1))
             request.num_planned_tokens = position + 1
             request.num_planned_outputs = outputs
+            if states is not None and (write := states.write_output(request, position + 1)) is not None:
+                decodes.states[request.request_id] = write
             if constrained:
                 continue
             if outputs == most and not request.num_unverified_tokens:
@@ -369,6 +379,10 @@ class Planner:
         wants = request.needs_prompt_logprobs
         slot = request.slot
         assert slot is not None
+        new_pages = rank.extend(request, end)
+        request.num_planned_tokens = end
+        request.num_planned_outputs += samples
+        rank.cache_prompt(request)
         chunk = Chunk(
             request_id=request.request_id,
             slot=slot,
@@ -376,14 +390,12 @@ class Planner:
             start=start,
             length=length,
             tokens=request.tokens(start, end),
-            new_pages=rank.extend(request, end),
+            new_pages=new_pages,
             logits=length if wants else int(needs_logits),
             sample=samples,
             target=request.prompt_ids[end] if wants and end < request.num_prompt_tokens else None,
+            state=None if rank.states is None else rank.states.write_prompt(request, start),
         )
-        request.num_planned_tokens = end
-        request.num_planned_outputs += samples
-        rank.cache_prompt(request)
         if is_last:
             request.micro_batch = self._micro_batch
             rank.advance(request, last=request.num_planned_outputs >= request.max_new_tokens)

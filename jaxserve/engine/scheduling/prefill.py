@@ -88,9 +88,12 @@ class PrefillChooser:
             if length <= 0:
                 open_ranks.remove(rank)
                 continue
+            if (cut := _state_cut(request, length)) < length:
+                length = cut
+                open_ranks.remove(rank)
             budget.add_chunk(rank.index, length, prompt_logprobs=wants)
             chosen.append((request, length))
-            added = rank.pool.pages_for(planned + length) - held
+            added = max(0, rank.pool.pages_for(planned + length) - held)
             promised[rank.index] = [pages + added for pages in promised[rank.index]]
         if admit:
             self._start_waiting(open_ranks, chosen, opens, budget, promised)
@@ -106,7 +109,7 @@ class PrefillChooser:
 
     def can_start(self, request: Request, rank: Rank, *, freed: Sequence[Request] = ()) -> bool:
         """Return whether a rank has a slot and pages for a waiting request, now or with what others would free."""
-        if not (rank.num_free_slots or freed):
+        if not (self._has_slot(rank) or freed):
             return False
         cache = rank.cache
         node, pages = cache.match(request.namespace, request.fill_tokens, request.num_reusable_tokens)
@@ -144,7 +147,7 @@ class PrefillChooser:
         self.num_deferred = 0
         for waiting in self._table.waiting.in_order():
             wants = waiting.needs_prompt_logprobs
-            able = [rank for rank in open_ranks if rank.num_free_slots]
+            able = [rank for rank in open_ranks if self._has_slot(rank)]
             if num_passed > _MAX_PASSED or not any(budget.max_chunk(r.index, prompt_logprobs=wants) > 0 for r in able):
                 return
             for rank in rank_by_cost(waiting, able, pending):
@@ -154,7 +157,8 @@ class PrefillChooser:
                     break
                 fill, reusable = waiting.fill_tokens, waiting.num_reusable_tokens
                 node, pages = cache.match(waiting.namespace, fill, reusable)
-                cached = (len(pages) + cache.num_host_only(node)) * self._page_size
+                matched = (len(pages) + cache.num_host_only(node)) * self._page_size
+                cached = matched if cache.states is None else cache.states.before(node)[1]
                 if self._is_computed_by_another(waiting, fill, cached, rank, chosen):
                     self.num_deferred += 1
                     break
@@ -168,8 +172,9 @@ class PrefillChooser:
                 opens.append(self._table.start(waiting, rank, node, pages, held))
                 self._limit(budget, rank, waiting.num_fill_tokens - cached)
                 length = min(waiting.num_fill_tokens - cached, budget.max_chunk(index, prompt_logprobs=wants))
-                if (room := self._unpromised(rank, promised) * self._page_size) < length:
-                    length = room
+                room = self._unpromised(rank, promised) * self._page_size + matched - cached
+                if (most := min(room, _state_cut(waiting, length))) < length:
+                    length = most
                     open_ranks.remove(rank)
                 budget.add_chunk(index, length, prompt_logprobs=wants)
                 chosen.append((waiting, length))
@@ -225,12 +230,17 @@ class PrefillChooser:
                 request, length = chosen[last[rank]]
                 chosen[last[rank]] = request, length - cut
 
+    def _has_slot(self, rank: Rank) -> bool:
+        """Return whether a rank has a slot for a waiting request, and if the model has states, a row."""
+        return rank.num_free_slots > 0 and (rank.states is None or rank.states.num_available > 0)
+
     def _is_computed_by_another(
         self, request: Request, fill: list[int], cached: int, rank: Rank, chosen: list[tuple[Request, int]]
     ) -> bool:
         """Return whether another request on `rank` computes the next part of `request`'s prompt in this step.
 
-        Then the pages can be shared from the next step on, instead of computing them twice.
+        Then the pages can be shared from the next step on, instead of computing them twice. In a model with states, the
+        other request leaves a snapshot, in this step or a later one.
         """
         if not self._shares_prefixes:
             return False
@@ -241,8 +251,18 @@ class PrefillChooser:
             other.rank == rank.index
             and other.namespace == request.namespace
             and other.num_fill_tokens >= end
-            and other.num_planned_tokens < end
+            and (rank.states is not None or other.num_planned_tokens < end)
             and other.tokens(cached, end) == fill[cached:end]
             and other.tokens(0, cached) == fill[:cached]
+            and (rank.states is None or rank.states.expect_snapshot(other, fill[: request.num_reusable_tokens], end))
             for other, _ in chosen
         )
+
+
+def _state_cut(request: Request, length: int) -> int:
+    """Return how long the next chunk of a prompt may be: it takes one snapshot of the state, at most."""
+    if request.state is None:
+        return length
+    planned = request.num_planned_tokens
+    due = request.state.due_in(planned, planned + length)
+    return due[0] - planned if len(due) > 1 else length

@@ -9,7 +9,7 @@ Ownership: a running request owns a slot and pages, and has locked the cached pr
 go to the cache as soon as the step that writes them is planned, whole pages of its output when it stops running. The
 request frees everything when it ends, when it is retracted, or when its last token is planned and the next step is
 made: steps run in order, so the next owner's step runs after it. Pages of a KV group with a window are freed as soon as
-no later query of the request sees them.
+no later query of the request sees them. `request_states` decides about rows of states.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from jaxserve.engine.kv_cache.radix_cache import RadixCache
 from jaxserve.engine.kv_cache.radix_node import RadixNode
 from jaxserve.engine.kv_cache.window_pages import WindowRun
 from jaxserve.engine.scheduling.request import Phase, Request
+from jaxserve.engine.scheduling.request_states import RequestStates
 from jaxserve.step_plan import Capacity, SlotOpen
 
 
@@ -30,13 +31,22 @@ class Rank:
     """The slots, pages, cache and running requests of one rank.
 
     Each request is in exactly one of the dictionaries `prefilling` (some fill tokens are unplanned), `decoding`, and
-    `finishing` (its last token is planned), by id and in the order of entry.
+    `finishing` (its last token is planned), by id and in the order of entry. `states` is None unless the model keeps a
+    state for each sequence.
     """
 
-    def __init__(self, index: int, capacity: Capacity, cache: RadixCache, pool: PagePool) -> None:
+    def __init__(
+        self,
+        index: int,
+        capacity: Capacity,
+        cache: RadixCache,
+        pool: PagePool,
+        states: RequestStates | None = None,
+    ) -> None:
         self.index = index
         self.pool = pool
         self.cache = cache
+        self.states = states
         self.windows = cache.windows.groups
         self._no_pages: tuple[tuple[int, ...], ...] = ((),) * (1 + len(self.windows))
         self._filled: list[Request] = []
@@ -88,14 +98,18 @@ class Rank:
         """Give a request a slot and the cached prefix that ends at `node`, which the caller has locked for it.
 
         `pages` are the resident pages of the prefix and `held` its last windows; pages for what is only in host memory
-        are allocated here.
+        are allocated here. In a model with states, tokens of the prefix may have to be computed again.
         """
         slot = self._free_slots.popleft()
-        if host_only := self.cache.num_host_only(node):
-            loaded = self._allocate(host_only)
+        num_host_only = self.cache.num_host_only(node)
+        cached = (len(pages) + num_host_only) * self.pool.page_size
+        state = None
+        if self.states is not None:
+            state, cached = self.states.start(request, node, len(pages) + num_host_only)
+        if num_host_only:
+            loaded = self._allocate(num_host_only)
             self.cache.load(node, loaded)
             pages = pages + loaded
-        cached = len(pages) * self.pool.page_size
         request.rank = self.index
         request.slot = slot
         request.num_starts += 1
@@ -122,6 +136,7 @@ class Rank:
             num_cached_tokens=cached,
             namespace=request.cache_salt,
             constrained=request.grammar is not None,
+            state=state,
         )
 
     def extend(self, request: Request, num_tokens: int, *, drafts: bool = False) -> tuple[tuple[int, ...], ...]:
@@ -220,6 +235,8 @@ class Rank:
         These are the slots and pages of requests whose last token is planned, and the written pages of prompts that no
         later query sees.
         """
+        if self.cache.states is not None:
+            self.cache.states.start_plan()
         for request in self.finishing.values():
             self._free(request)
         for request in self._filled:
@@ -240,7 +257,8 @@ class Rank:
         groups = range(1, 1 + len(self.windows))
         used = [[page for request in requests if request.slot is not None for page in request.pages[group]]
                 for group in groups]  # fmt: skip
-        problems += self.cache.check([request.node for request in requests if request.node is not None], used)
+        states = [request.state for request in requests if request.state is not None]
+        problems += self.cache.check([request.node for request in requests if request.node is not None], used, states)
         return problems + self.pool.check([*own, *self.cache.pages()])
 
     def _check_requests(self, requests: list[Request]) -> list[str]:
@@ -253,7 +271,8 @@ class Rank:
             if request.slot is None and (request.request_id not in self.finishing or request.pages[0] or request.node):
                 problems.append(f"running request {request.request_id} has no slot")
             for passed, pages in zip(request.passed, request.pages) if request.slot is not None else ():
-                if passed + len(pages) != self.pool.pages_for(request.num_planned_tokens):
+                planned = max(self.pool.pages_for(request.num_planned_tokens), request.num_shared_pages)
+                if passed + len(pages) != planned:
                     problems.append(
                         f"request {request.request_id} has given up {passed} pages and holds {len(pages)} for "
                         f"{request.num_planned_tokens} tokens"
@@ -281,6 +300,8 @@ class Rank:
         tokens = request.tokens(0, whole * self.pool.page_size)
         runs = self._runs(request)
         self.cache.insert(request.namespace, tokens, pages[shared:whole], shared, runs)
+        if self.states is not None:
+            self.states.stop(request, len(tokens))
         for window, run in zip(self.windows, runs):
             window.release(run.pages)
         assert request.node is not None

@@ -15,6 +15,7 @@ from jaxserve.api_types import EngineRequest, FinishReason, SamplingParams, Toke
 from jaxserve.engine.kv_cache.radix_node import RadixNode
 from jaxserve.engine.scheduling.grammars import RequestGrammar
 from jaxserve.engine.scheduling.thinking import ThinkingCounter
+from jaxserve.step_plan import Capacity
 
 
 class Phase(enum.Enum):
@@ -23,6 +24,39 @@ class Phase(enum.Enum):
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
+
+
+class RequestState:
+    """The `row` of a running request in a model with states, and the border at which its state is.
+
+    After the last planned step, `certain` tokens can't be rejected, or up to `unsure` fewer: drafts of steps before it.
+    Snapshots of the prompt are `due` at these borders. The last one was taken at `last_snapshot`, or the request
+    `started_at` it. `states` has the row of a snapshot that the request keeps until it stops.
+    """
+
+    __slots__ = ("certain", "due", "last_snapshot", "row", "started_at", "states", "unsure")
+
+    def __init__(self, row: int, num_tokens: int, due: list[int]) -> None:
+        self.row = row
+        self.started_at = self.certain = self.last_snapshot = num_tokens
+        self.unsure = 0
+        self.due = due
+        self.states: list[int | None] = [None, None]
+
+    def border(self, capacity: Capacity) -> int | None:
+        """Return after how many tokens the row has the state, or None if drafts in flight decide it."""
+        most = capacity.folded_tokens(self.certain)
+        return most if capacity.folded_tokens(self.certain - self.unsure) == most else None
+
+    def due_in(self, start: int, end: int) -> list[int]:
+        """Return the borders at which a chunk of tokens `start` to `end` should take a snapshot; it can take one."""
+        return [border for border in self.due if start < border <= end]
+
+    def commit_drafts(self, count: int, accepted: int) -> None:
+        """Count the drafts of the oldest step in flight; those of the last one planned were never certain."""
+        if self.unsure:
+            self.unsure -= count
+            self.certain -= count - accepted
 
 
 class Request:
@@ -36,7 +70,7 @@ class Request:
     Without one, `thinking` counts its reasoning; None if that has no bound, or can't come any more. No more than
     `pause_at` outputs are planned before more of them are known: its reasoning may have to end there.
     `queue_seconds` is None before the first start, and again once it was reported. Steps of its `micro_batch` decode
-    it, once its prompt is planned.
+    it, once its prompt is planned. In a model with states, it has a `state` while it runs.
     """
 
     __slots__ = (
@@ -80,6 +114,7 @@ class Request:
         "sample",
         "sampling",
         "slot",
+        "state",
         "stop_ids",
         "thinking",
         "wants_logprobs",
@@ -140,6 +175,7 @@ class Request:
         self.rank = 0
         self.micro_batch = 0
         self.slot: int | None = None
+        self.state: RequestState | None = None
         self.pages: list[list[int]] = [[]]
         self.passed: list[int] = [0]
 
@@ -165,6 +201,8 @@ class Request:
         self.num_planned_tokens -= count - accepted
         self.num_planned_outputs -= count - accepted
         self.num_read_tokens = max(0, self.num_read_tokens - (count - accepted))
+        if self.state is not None:
+            self.state.commit_drafts(count, accepted)
 
     @property
     def needs_prompt_logprobs(self) -> bool:

@@ -20,6 +20,7 @@ from jaxserve.engine.kv_cache.cache_events import CacheEvent, CacheEventRecorder
 from jaxserve.engine.kv_cache.host_tier import HostTier, WritePolicy
 from jaxserve.engine.kv_cache.page_pool import PagePool
 from jaxserve.engine.kv_cache.radix_cache import RadixCache
+from jaxserve.engine.kv_cache.state_pool import StatePool
 from jaxserve.engine.kv_cache.window_pages import WindowPages
 from jaxserve.engine.scheduling import admission
 from jaxserve.engine.scheduling.awaiting import AwaitingRequests
@@ -28,6 +29,7 @@ from jaxserve.engine.scheduling.planner import Planner
 from jaxserve.engine.scheduling.policy import Policy, WaitingQueue
 from jaxserve.engine.scheduling.rank import Rank
 from jaxserve.engine.scheduling.request import Phase, Request
+from jaxserve.engine.scheduling.request_states import RequestStates
 from jaxserve.engine.scheduling.request_table import RequestTable
 from jaxserve.engine.scheduling.retraction import Retraction
 from jaxserve.engine.scheduling.scheduler_stats import SchedulerStats
@@ -51,10 +53,12 @@ class Scheduler:
     On each rank, a step has at most `max_num_batched_tokens` tokens, of which at most `chunked_prefill_size` and at
     most `max_prefill_tokens` belong to prompts. Requests beyond `limits` are refused. `random_seed` determines the
     seeds of requests without one. Each rank keeps pages evicted from its prefix cache in `num_host_pages` pages of host
-    memory, by KV group (none if empty), and with `record_cache_events` records what can be found in it. Without
-    `grammars`, requests that have one are rejected. With pipeline stages and without `overlap`, no request has two
-    steps in flight; with one stage, that is the caller's choice. `clock` returns seconds and measures queue time.
-    Raises `ConfigError` if a limit is so low that nothing could ever run.
+    memory, by KV group (none if empty), and states in `num_host_states` rows. With `record_cache_events` it records
+    what can be found in it. In a model that keeps a state for each sequence, long prompts leave a snapshot every
+    `state_snapshot_interval` tokens, unless that is 0. Without `grammars`, requests that have one are rejected. With
+    pipeline stages and without `overlap`, no request has two steps in flight; with one stage, that is the caller's
+    choice. `clock` returns seconds and measures queue time. Raises `ConfigError` if a limit is so low that nothing
+    could ever run.
     """
 
     def __init__(
@@ -70,7 +74,9 @@ class Scheduler:
         conservativeness: float = 1.0,
         prefix_cache: bool = True,
         num_host_pages: Sequence[int] = (),
+        num_host_states: int = 0,
         host_write_policy: WritePolicy = "write_through",
+        state_snapshot_interval: int = 0,
         record_cache_events: bool = False,
         mixed_step_seconds: float = 0.0,
         speculation: Speculation | None = None,
@@ -83,7 +89,16 @@ class Scheduler:
         size, count = capacity.page_size, capacity.num_ranks
         self._recorders = [CacheEventRecorder(size) for _ in range(count)] if record_cache_events else []
         self._ranks = ranks = [
-            _make_rank(index, capacity, num_host_pages, host_write_policy, recorder, prefix_cache=prefix_cache)
+            _make_rank(
+                index,
+                capacity,
+                num_host_pages,
+                num_host_states,
+                host_write_policy,
+                recorder,
+                prefix_cache=prefix_cache,
+                interval=state_snapshot_interval,
+            )
             for index, recorder in enumerate(self._recorders or [None] * count)
         ]
 
@@ -425,10 +440,12 @@ def _make_rank(
     index: int,
     capacity: Capacity,
     num_host_pages: Sequence[int],
+    num_host_states: int,
     policy: WritePolicy,
     recorder: CacheEventRecorder | None,
     *,
     prefix_cache: bool,
+    interval: int,
 ) -> Rank:
     size, groups = capacity.page_size, capacity.window_groups
     pool = PagePool(capacity.num_pages, size)
@@ -437,8 +454,10 @@ def _make_rank(
         WindowPages(num_pages, size, group.window, len(groups) + i)
         for i, (group, num_pages) in enumerate(zip(groups, num_host_pages[1:]))
     ]
-    tier = HostTier(num_host_pages[0] if num_host_pages else 0, size, policy, copies, recorder)
-    return Rank(index, capacity, RadixCache(pool, tier, windows, disabled=not prefix_cache), pool)
+    tier = HostTier(num_host_pages[0] if num_host_pages else 0, size, policy, copies, recorder, num_host_states)
+    states = StatePool(capacity.num_states) if capacity.num_states else None
+    cache = RadixCache(pool, tier, windows, states, disabled=not prefix_cache)
+    return Rank(index, capacity, cache, pool, None if states is None else RequestStates(capacity, cache, interval))
 
 
 def _grammar(request: EngineRequest) -> RequestGrammar | None:

@@ -64,6 +64,7 @@ class SchedulerStats:
         """Return all counters and sizes. The last plan deferred `num_deferred` waiting requests."""
         buckets, ranks = self.buckets, table.ranks
         tiers = [rank.cache.tier for rank in ranks]
+        states = [rank.cache.states for rank in ranks if rank.cache.states is not None]
         num_waiting = len(table.waiting)
         stats = EngineStats(
             num_running=table.num_running,
@@ -90,6 +91,13 @@ class SchedulerStats:
             num_host_pages_used=sum(tier.num_used for tier in tiers),
             host_save_pages=sum(tier.num_saved for tier in tiers),
             host_load_pages=sum(tier.num_loaded for tier in tiers),
+            num_states=sum(one.pool.num_states for one in states),
+            num_states_used=sum(one.pool.num_used for one in states),
+            num_state_snapshots=sum(one.pool.num_snapshots for one in states),
+            state_snapshots_taken=sum(one.num_taken for one in states),
+            state_snapshots_found=sum(one.num_found for one in states),
+            state_snapshots_evicted=sum(one.pool.num_evicted for one in states),
+            state_recomputed_tokens=sum(one.num_recomputed_tokens for one in states),
             decode_steps=buckets.decode_steps_by_rows.total(),
             coarse_decode_steps=buckets.coarse_decode_steps,
             decode_rows=buckets.used["decode"],

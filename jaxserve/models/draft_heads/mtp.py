@@ -1,5 +1,7 @@
 """Multi-token prediction (DeepSeek-AI 2024, DeepSeek-V3): an additional layer of a checkpoint that drafts.
 
+It is a layer of its family with attention, and with experts if the model has any.
+
 The layer uses the model's embedding and head, so their copies in the checkpoint aren't read.
 """
 
@@ -44,30 +46,40 @@ def config_of(model: ModelConfig) -> common.Config:
     if not model.draft_layers or not isinstance(model, common.Config):
         raise ConfigError(
             f"speculative_method=mtp: this checkpoint ({model.architecture}) has no layer that drafts; DeepSeek-V3 and "
-            "R1, GLM-4.5, 4.6 and 4.7-Flash have one. Another method is ngram"
+            "R1, GLM-4.5, 4.6 and 4.7-Flash, Qwen3-Next and Qwen3.5 have one. Another method is ngram"
         )
+    drafts = model.names.drafts
+    layer, prefix = (name.format(model.num_layers) for name in (drafts.layer, drafts.prefix))
     return dataclasses.replace(
         model,
         architecture=MTP,
         num_layers=1,
-        dense=(False,),
+        dense=(not model.experts,),
         windows=(None,),
+        delta=None,
+        delta_layers=frozenset(),
         unused=(),
-        first_layer=model.num_layers,
+        names=dataclasses.replace(model.names, layer=layer, drafts=dataclasses.replace(drafts, prefix=prefix)),
     )
+
+
+def prefix_of(model: ModelConfig) -> str:
+    """Return what the names of the tensors begin with that a checkpoint has for a model's drafts."""
+    return config_of(model).names.drafts.prefix
 
 
 def abstract(model: LaidOutModel[common.Config], dtype: np.dtype) -> Params:
     """Return the tree of parameters; each leaf is a `ParamSpec`."""
     config = model.config
-    declare, name = ParamSpecs(model, dtype), f"model.layers.{config.first_layer}"
-    copies = (f"{name}.embed_tokens.weight", f"{name}.shared_head.head.weight")
+    declare, names = ParamSpecs(model, dtype), config.names.drafts
+    copies = tuple(f"{names.prefix}{copy}.weight" for copy in names.copies)
+    norm = common.norm_of(config, declare, f"{names.prefix}{names.norm}")
     return Params(
-        embedding_norm=declare.vector(f"{name}.enorm.weight"),
-        features_norm=declare.vector(f"{name}.hnorm.weight"),
-        join=declare.matrix(f"{name}.eh_proj.weight", config.hidden_size, 2 * config.hidden_size),
+        embedding_norm=common.norm_of(config, declare, f"{names.prefix}{names.embedding_norm}"),
+        features_norm=common.norm_of(config, declare, f"{names.prefix}{names.features_norm}"),
+        join=declare.matrix(f"{names.prefix}{names.join}.weight", config.hidden_size, 2 * config.hidden_size),
         layer=common.layer_params(model, declare, 0),
-        norm=dataclasses.replace(declare.vector(f"{name}.shared_head.norm.weight"), unused=copies),
+        norm=dataclasses.replace(norm, unused=copies),
     )
 
 
@@ -88,7 +100,8 @@ def forward(
     """Apply the layer to tokens, each with the features of the token before it."""
     config = model.config
     eps = config.norm_eps
-    embedded = jnp.where(batch.positions[:, None] > 0, embedded, 0)
+    if not config.drafts_see_first:
+        embedded = jnp.where(batch.positions[:, None] > 0, embedded, 0)
     parts = rms_norm(embedded, params.embedding_norm, eps), rms_norm(features, params.features_norm, eps)
     x = linear(jnp.concatenate(parts, axis=1), params.join)
     out = apply_layers(model, common.layers(model, params, x, batch, backend), (params.layer,), x, kv)

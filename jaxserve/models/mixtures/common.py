@@ -1,4 +1,7 @@
-"""The layers that the families share: Llama's, with a mixture of experts in place of the feed-forward block."""
+"""The layers that the families share: Llama's, with a mixture of experts in place of the feed-forward block.
+
+Some layers may have a gated delta net in place of attention.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from jaxserve.models import llama
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder import ApplyLayer, LayerParams, layer_function
 from jaxserve.models.layout import AnyModel, LaidOutModel
+from jaxserve.models.other_attention import delta_net, latent_attention
 from jaxserve.models.parameters import Params, ParamSpecs
 from pallas_kernels.expert_routing import Routing
 from pallas_kernels.grouped_matmul import Gate
@@ -28,9 +32,33 @@ _SWIGLU = Gate()
 
 
 @dataclasses.dataclass(frozen=True)
-class Names:
-    """The names of a layer's tensors. If `projections` is None, experts share tensors (gpt-oss)."""
+class DraftNames:
+    """The names of the tensors that a checkpoint has for drafts, of which `layer` and `prefix` have the model's number
+    of layers in place of braces.
 
+    All begin with `prefix`. `copies` are those of the model's embedding and head.
+    """
+
+    prefix: str = "model.layers.{}."
+    layer: str = "model.layers.{}"
+    embedding_norm: str = "enorm"
+    features_norm: str = "hnorm"
+    join: str = "eh_proj"
+    norm: str = "shared_head.norm"
+    copies: tuple[str, ...] = ("embed_tokens", "shared_head.head")
+
+
+@dataclasses.dataclass(frozen=True)
+class Names:
+    """The names of tensors, `layer` with the number of the layer in place of braces.
+
+    If `projections` is None, experts share tensors (gpt-oss). `delta_by_key_head` is as in
+    `other_attention.delta_net`.
+    """
+
+    layer: str = "model.layers.{}"
+    drafts: DraftNames = DraftNames()
+    delta_by_key_head: bool = False
     block: str = "mlp"
     router: str = "gate"
     correction: str | None = None
@@ -43,8 +71,10 @@ class Config(ModelConfig):
     """The config of a family.
 
     `dense[i]` tells whether layer i has a plain feed-forward block. `shared_size` is the width of the block that
-    computes all tokens, 0 if there is none. `qk_norm` norms each head, or all heads of a token as one. The tensors of
-    layer i are those of layer `first_layer` + i of the checkpoint. `attention_scale` is as in `AttentionSettings`.
+    computes all tokens, 0 if there is none. `qk_norm` norms each head, or all heads of a token as one.
+    `attention_scale` is as in `AttentionSettings`. With `offset_norms`, norms are stored as their difference to one.
+    With `output_gate`, attention has a gate for each number of its output. `drafts_see_first` says that drafts depend
+    on the embedding of a sequence's first token.
     """
 
     routing: Routing
@@ -61,8 +91,10 @@ class Config(ModelConfig):
     shared_size: int = 0
     shared_gate: bool = False
     unused: tuple[str, ...] = ()
-    first_layer: int = 0
     attention_scale: float | None = None
+    offset_norms: bool = False
+    output_gate: bool = False
+    drafts_see_first: bool = False
 
     @property
     def num_experts(self) -> int:
@@ -96,8 +128,13 @@ def abstract(model: LaidOutModel[Config], dtype: np.dtype) -> Params:
     config = model.config
     declare = ParamSpecs(model, dtype)
     layers = tuple(layer_params(model, declare, i) for i in range(config.num_layers))
-    norm = dataclasses.replace(declare.vector("model.norm.weight"), unused=config.unused)
+    norm = dataclasses.replace(norm_of(config, declare, "model.norm"), unused=config.unused)
     return Params(declare.embedding(), layers, norm, declare.head())
+
+
+def norm_of(config: Config, declare: ParamSpecs, name: str) -> Any:
+    """Return the weight of a norm of the model's width."""
+    return (declare.offset_norm if config.offset_norms else declare.vector)(f"{name}.weight")
 
 
 def layer_params(model: LaidOutModel[Config], declare: ParamSpecs, i: int) -> LayerParams:
@@ -109,7 +146,9 @@ def layer_params(model: LaidOutModel[Config], declare: ParamSpecs, i: int) -> La
         tensor = f"{name}.{letter}_norm.weight"
         if config.qk_norm == "all_heads":
             return declare.norm_of_heads(tensor, queries=letter == "q", rope=config.rope)
-        return declare.norm_of_head(tensor, config.rope) if config.qk_norm == "head" else None
+        if config.qk_norm == "none":
+            return None
+        return declare.norm_of_head(tensor, config.rope, offset=config.offset_norms)
 
     def block(name: str) -> MlpParams | MixtureParams:
         if config.dense[i]:
@@ -129,23 +168,29 @@ def layer_params(model: LaidOutModel[Config], declare: ParamSpecs, i: int) -> La
             shared_gate=declare.few_outputs(f"{name}.{names.shared}_gate.weight", 1) if config.shared_gate else None,
         )
 
-    name = f"model.layers.{config.first_layer + i}"
-    attention = f"{name}.self_attn"
-    return LayerParams(
-        attention_norm=declare.vector(f"{name}.input_layernorm.weight"),
-        attention=declare.latent_attention(attention, config.rope)
-        if config.latent is not None
-        else declare.attention(
-            attention,
+    def attention(name: str) -> Any:
+        if i in config.delta_layers:
+            return delta_net(declare, f"{name}.linear_attn", config, by_key_head=names.delta_by_key_head)
+        own = f"{name}.self_attn"
+        if config.latent is not None:
+            return latent_attention(declare, own, config, config.rope)
+        return declare.attention(
+            own,
             config.rope,
             qkv_bias=config.qkv_bias,
             output_bias=config.output_bias,
-            q_norm=qk_norm(attention, "q"),
-            k_norm=qk_norm(attention, "k"),
+            q_norm=qk_norm(own, "q"),
+            k_norm=qk_norm(own, "k"),
             sinks=config.sinks,
-        ),
+            gated=config.output_gate,
+        )
+
+    name = names.layer.format(i)
+    return LayerParams(
+        attention_norm=norm_of(config, declare, f"{name}.input_layernorm"),
+        attention=attention(name),
         attended_norm=None,
-        mlp_norm=declare.vector(f"{name}.post_attention_layernorm.weight"),
+        mlp_norm=norm_of(config, declare, f"{name}.post_attention_layernorm"),
         mlp=block(f"{name}.{names.block}"),
         mlp_output_norm=None,
     )

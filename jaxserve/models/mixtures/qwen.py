@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jaxserve.model_source.fields import LAYERS, NORM_EPSILON, WIDTH, Fields, Range
 from jaxserve.models.mixtures import common
-from jaxserve.models.read_fields import FULL, SLIDING, read_experts, read_sizes, read_windows, refuse
+from jaxserve.models.read_fields import FULL, SLIDING, read_dense, read_experts, read_sizes, read_windows, refuse
 from jaxserve.models.rope import read_rope
 from pallas_kernels.expert_routing import Routing
 
@@ -24,8 +24,6 @@ def parse(fields: Fields) -> common.Config:
         refuse(fields, use_qk_norm=True)
         for name in ("qkv_bias", "shared_expert_intermediate_size"):
             fields.get(name)  # Fields of Qwen2's
-    every = fields.integer("decoder_sparse_step", LAYERS, 1)
-    plain = {int(i) for i in fields.numbers("mlp_only_layers", Range(0, LAYERS.most))}
     biased = fields.boolean("attention_bias", False)
     return common.Config(
         **sizes,
@@ -35,7 +33,7 @@ def parse(fields: Fields) -> common.Config:
         routing=Routing(choices, renormalize=fields.boolean("norm_topk_prob", False)),
         experts=experts,
         expert_width=fields.integer("moe_intermediate_size", WIDTH, 1408 if second else 768),
-        dense=tuple(i in plain or (i + 1) % every != 0 for i in range(layers)),
+        dense=read_dense(fields, layers),
         names=common.Names(shared="shared_expert"),
         qkv_bias=fields.boolean("qkv_bias", True) if second else biased,
         output_bias=not second and biased,

@@ -113,7 +113,7 @@ class HostPool:
 def host_pages(config: EngineConfig, num_pages: Sequence[int], specs: Sequence[Sequence[ArraySpec]]) -> tuple[int, ...]:
     """Return how many pages of host memory each rank gets for each KV group; none without a hierarchical cache.
 
-    `num_pages` are the pages on its devices. `--hicache-ratio` multiplies them, and `--hicache-size` is divided in
+    `num_pages` are the pages on its devices; those of states, if there are any, are the last. `--hicache-ratio` multiplies them, and `--hicache-size` is divided in
     proportion to their bytes. Raises `ConfigError` if the result is 0 or exceeds free memory.
     """
     if not config.enable_hierarchical_cache:

@@ -22,6 +22,7 @@ from jaxserve import model_source
 from jaxserve.config.schema import EngineConfig
 from jaxserve.errors import ConfigError
 from jaxserve.model_source import ModelSource
+from jaxserve.models.draft_heads import mtp
 from jaxserve.models.layout import AnyModel
 from jaxserve.models.registry import abstract_params
 from jaxserve.quant import WeightChoice
@@ -74,7 +75,7 @@ def open_readers(deployment: Deployment, source: ModelSource) -> list[WeightRead
         name, part = config.speculative_model, ""
         draft = source if name is None else model_source.resolve(name)
         if name is None:
-            part = f"model.layers.{deployment.model.config.num_layers}."
+            part = mtp.prefix_of(deployment.model.config)
             _check_own_layer(source, config, part)
         check_tensors(draft, drafting.model.config, config.load_format, part=part)
         readers.append(reader(draft, drafting.model, drafting.params, drafting.weights, part))

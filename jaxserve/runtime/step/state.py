@@ -104,8 +104,8 @@ class DeviceState:
     counts: Int[Array, "slots vocab"] | None
     hidden: Float[Array, "slots dim"] | None
     expert_tokens: UInt32[Array, "mixtures experts"] | None
-    drafts: Drafts | None = None
     states: SequenceStates | None = None
+    drafts: Drafts | None = None
 
     @property
     def pools(self) -> KVPools:

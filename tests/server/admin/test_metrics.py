@@ -167,6 +167,13 @@ STATS = EngineStats(
     num_host_pages_used=70,
     host_save_pages=75,
     host_load_pages=11,
+    num_states=40,
+    num_states_used=10,
+    num_state_snapshots=23,
+    state_snapshots_taken=90,
+    state_snapshots_found=60,
+    state_snapshots_evicted=50,
+    state_recomputed_tokens=4000,
     decode_steps=50,
     coarse_decode_steps=4,
     decode_rows=120,
@@ -206,6 +213,14 @@ def test_engine_metrics():
         "hicache_host_total_tokens": 90 * 16,
         "hicache_saved_tokens_total": 75 * 16,
         "hicache_loaded_tokens_total": 11 * 16,
+        "mamba_usage": 0.25,
+        "num_states": 40,
+        "num_states_used": 10,
+        "num_state_snapshots": 23,
+        "state_snapshots_taken_total": 90,
+        "state_snapshots_found_total": 60,
+        "state_snapshots_evicted_total": 50,
+        "state_recomputed_tokens_total": 4000,
         "max_total_num_tokens": 640,
         "max_running_requests": 32,
         "available_gpu_mem_bytes": 3000,
@@ -321,6 +336,7 @@ def test_metrics_before_the_engine_is_loaded():
     assert found["jaxserve:num_requests_running"] == 0
     assert found["jaxserve:cache_hit_rate"] == 0
     assert found["jaxserve:spec_accept_length"] == 1
+    assert "jaxserve:num_states" not in found, "only models with states have it"
 
 
 def test_throughputs(clock: Clock):
