@@ -52,19 +52,20 @@ class _Place:
 
 
 class Walk:
-    """Computes sequences of `length` tokens by steps of a backend.
+    """Computes sequences of up to `longest` tokens by steps of a backend.
 
     `outputs` are by sequence and token, `borders` the rows of the pool by sequence and border, and `entries` what a
     slot had of a token when it was computed.
     """
 
-    def __init__(self, case: Case, backend: BackendName, sequences: int, length: int) -> None:
+    def __init__(self, case: Case, backend: BackendName, sequences: int, longest: int) -> None:
         rng = np.random.default_rng(case.seed)
+        self.longest = longest
         self.case, self.backend = case, backend
         self.weights = random_weights(case, rng)
-        self.tokens = [random_tokens(case, rng, length) for _ in range(sequences)]
+        self.tokens = [random_tokens(case, rng, longest) for _ in range(sequences)]
         self.wrong = random_tokens(case, rng, case.num_tokens)
-        shape = sequences, length, case.layout.value_heads, case.value_dim
+        shape = sequences, longest, case.layout.value_heads, case.value_dim
         self.outputs = np.full(shape, np.nan, case.layout.dtype)
         self.borders: dict[tuple[int, int], tuple[np.ndarray, ...]] = {}
         self.entries: dict[tuple[int, int], tuple[np.ndarray, ...]] = {}
