@@ -53,7 +53,7 @@ def config_from_gguf(metadata: GGUFMetadata) -> dict[str, Any]:
     head_dim = latent.get("qk_rope_head_dim") or keys.integer(
         "attention.key_length", HEAD_DIM, hidden_size // num_heads
     )
-    num_layers, drafts = layer_counts(metadata)
+    num_layers, drafts = _layer_counts(keys, row)
     windows = _windows(keys, row, num_layers)
     class_name, model_type = row.windowed_model if windows and row.windowed_model else row.model
     epsilon_key, epsilon = row.norm_epsilon
@@ -134,10 +134,12 @@ def head_counts(metadata: GGUFMetadata) -> tuple[int, int]:
 
 def layer_counts(metadata: GGUFMetadata) -> tuple[int, int]:
     """Return the number of a model's layers, and of those that draft and follow them."""
-    keys = _ArchitectureKeys(metadata)
+    return _layer_counts(_ArchitectureKeys(metadata), architecture_of(metadata))
+
+
+def _layer_counts(keys: _ArchitectureKeys, row: Architecture) -> tuple[int, int]:
     layers = keys.integer("block_count", LAYERS)
-    has_drafts = architecture_of(metadata).drafts
-    drafts = keys.integer("nextn_predict_layers", Range(0, layers - 1), 0) if has_drafts else 0
+    drafts = keys.integer("nextn_predict_layers", Range(0, layers - 1), 0) if row.drafts else 0
     return layers - drafts, drafts
 
 
@@ -154,7 +156,7 @@ class _ArchitectureKeys:
     def __init__(self, metadata: GGUFMetadata) -> None:
         self.metadata = metadata
         self.prefix = f"{metadata.get('general.architecture')}."
-        self._read = {"attention.head_count", "attention.head_count_kv", "block_count", "nextn_predict_layers"}
+        self._read = {"attention.head_count", "attention.head_count_kv"}
 
     def __contains__(self, name: str) -> bool:
         return self.prefix + name in self.metadata
