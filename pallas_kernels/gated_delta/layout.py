@@ -105,8 +105,8 @@ class DeltaLayout:
 
     @property
     def recent(self) -> int:
-        """The inputs of the convolution that a slot keeps."""
-        return self.taps - 1 + self.max_drafts
+        """The inputs of the convolution that a slot keeps: those that a step of decodes reads, and those it writes."""
+        return self.taps + self.max_drafts
 
     def pool_shapes(self, num_states: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the shapes of `DeltaStates.pools`."""

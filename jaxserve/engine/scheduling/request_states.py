@@ -45,6 +45,19 @@ class RequestStates:
         request.state = RequestState(rows.own, known, due)
         return rows.source, known
 
+    def expect_snapshot(self, request: Request, tokens: list[int], least: int) -> bool:
+        """Return whether a prompt will leave a snapshot after `least` tokens or more of a waiting one's `tokens`.
+
+        The first time that it is asked, one becomes due where the two branch off.
+        """
+        state, planned = request.state, request.num_planned_tokens
+        assert state is not None
+        shared = _num_equal(request.fill_tokens, tokens)
+        branch = shared // self._unit * self._unit
+        if branch > planned and branch >= least and branch not in state.due and len(state.due) < 2:
+            state.due = sorted([branch, *state.due])
+        return any(planned < border and least <= border <= shared for border in state.due)
+
     def write_prompt(self, request: Request, start: int) -> StateWrite | None:
         """Plan what a chunk of fill tokens from `start` on writes; its pages were handed to the cache."""
         state, end = request.state, request.num_planned_tokens
@@ -107,3 +120,12 @@ class RequestStates:
         border = end // self._unit * self._unit
         is_long = 0 < self._interval <= border - state.last_snapshot
         return border if border > start and is_long else 0
+
+
+def _num_equal(first: list[int], second: list[int]) -> int:
+    """Return how many tokens of two prompts are the same from the beginning."""
+    low, high = 0, min(len(first), len(second)) + 1  # the first `low` are equal, the first `high` are not
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if first[low:middle] == second[low:middle] else (low, middle)
+    return low

@@ -28,6 +28,7 @@ from pallas_kernels.gated_delta.cpu.operands import (
     clear_bytes,
     int_at,
 )
+from pallas_kernels.gated_delta.cpu.panels import panel_sizes
 from pallas_kernels.gated_delta.cpu.tokens import write_convolution
 from pallas_kernels.gated_delta.layout import DeltaStates
 from pallas_kernels.gated_delta.problem import DeltaProblem
@@ -120,7 +121,8 @@ class GatedDelta:
 
     def write(self, module: Module, features: frozenset[str]) -> None:
         """See `cpu.Kernel`."""
-        write_convolution(module, self.facts, features)
+        for channels in {self.facts.key_dim, panel_sizes(self.facts.value_dim, features).columns}:
+            write_convolution(module, self.facts, channels, features)
         handler(module, self.name, _NUM_ARGUMENTS, 7, lambda call: _write_call(call, self.facts, features))
 
 

@@ -91,9 +91,7 @@ def compute_panel(f: Function, panel: Panel, state: StatePart, part: BlockPart, 
     facts, sizes = panel.row.facts, panel.sizes
     channel = panel.head * facts.value_dim + panel.column + 2 * facts.key_dim
     values = f.at(panel.scratch.values, part.start * sizes.row_bytes)
-    for i in range(sizes.vectors):
-        to = f.at(values, i * VECTOR.nbytes)
-        convolve(f, panel.row, panel.tokens, part, channel + i * LANES, to, sizes.row_bytes)
+    convolve(f, panel.row, panel.tokens, part, channel, values, sizes.columns)
     whole = part.start + (part.stop - part.start) // sizes.tokens * sizes.tokens
     f.loop(whole, lambda i: _read(f, panel, state, part, i, sizes.tokens), start=part.start, step=sizes.tokens)
     if sizes.tokens > 1:

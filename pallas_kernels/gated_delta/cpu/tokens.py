@@ -141,12 +141,8 @@ def prepare_tokens(
 
     f.loop(part.stop - part.start + (facts.taps - 1), point)
     for channel, rows, at in ((0, scratch.queries, part.start), (facts.key_dim, scratch.keys, part.entry + part.start)):
-        into = f.at(rows, at * (facts.key_dim * 4))
-
-        def convolve_vector(d: Value, channel: int = channel, into: Value = into) -> None:
-            convolve(f, row, scratch, part, d + channel, f.at(into, d * 4), facts.key_dim * 4)
-
-        f.loop(facts.key_dim, convolve_vector, step=LANES)
+        to = f.at(rows, at * (facts.key_dim * 4))
+        convolve(f, row, scratch, part, f.constant(I64, channel), to, facts.key_dim)
     for head in range(facts.group):
         _gate(f, row, scratch, part, head, features)
 
@@ -167,40 +163,45 @@ def prepare_tokens(
 
 
 def convolve(
-    f: Function, row: HeadOfRow, scratch: TokenScratch, part: BlockPart, channel: Value, to: Value, row_bytes: int
+    f: Function, row: HeadOfRow, scratch: TokenScratch, part: BlockPart, channel: Value, to: Value, channels: int
 ) -> None:
-    """Store silu of the convolution of 16 channels for the new tokens of a block, `row_bytes` apart, as float32."""
+    """Store silu of the convolution for the new tokens of a block: rows of some channels from `channel` on, float32."""
     weights = f.at(scratch.conv, channel * 4)
-    count, row_size = part.stop - part.start, f.constant(I64, row_bytes)
     channel_bytes = channel * NUMBER_BYTES[row.facts.dtype]
-    f.call(_convolution(row.facts), None, scratch.windows, weights, channel_bytes, count, to, row_size)
+    count = part.stop - part.start
+    f.call(_convolution(row.facts, channels), None, scratch.windows, weights, channel_bytes, count, to)
 
 
-def write_convolution(module: Module, facts: CpuDelta, features: frozenset[str]) -> None:
+def write_convolution(module: Module, facts: CpuDelta, channels: int, features: frozenset[str]) -> None:
     """Add the function that `convolve` calls: within the whole kernel, its constants would not be in registers."""
-    f = module.function(_convolution(facts), [PTR, PTR, I64, I64, PTR, I64], inline=False)
-    windows, conv, channel_bytes, count, to, row_bytes = f.arguments
-    weights = [f.load(VECTOR, conv, tap * facts.width * 4) for tap in range(facts.taps)]
+    f = module.function(_convolution(facts, channels), [PTR, PTR, I64, I64, PTR], inline=False)
+    windows, conv, channel_bytes, count, to = f.arguments
 
-    def load(i: Value) -> Value:
-        return load_numbers(f, f.at(f.load(PTR, windows, i * 8), channel_bytes), facts.dtype)
+    def convolve_vector(channel: Value) -> None:
+        weights = [f.load(VECTOR, conv, channel * 4 + tap * facts.width * 4) for tap in range(facts.taps)]
+        offset = channel_bytes + channel * NUMBER_BYTES[facts.dtype]
 
-    def token(i: Value, *before: Value) -> list[Value]:
-        window = [*before, load(i + (facts.taps - 1))]
-        total = window[0] * weights[0]
-        for x, weight in zip(window[1:], weights[1:], strict=True):
-            total = f.fma(x, weight, total)
-        x = total * maths.sigmoid(f, total, features)
-        x = x if facts.dtype == "float32" else maths.from_bf16(f, to_bf16(f, x, features))
-        f.store(x, to, i * row_bytes)
-        return window[1:]
+        def load(i: Value) -> Value:
+            return load_numbers(f, f.at(f.load(PTR, windows, i * 8), offset), facts.dtype)
 
-    f.loop(count, token, *(load(f.constant(I64, i)) for i in range(facts.taps - 1)))
+        def token(i: Value, *before: Value) -> list[Value]:
+            window = [*before, load(i + (facts.taps - 1))]
+            total = window[0] * weights[0]
+            for x, weight in zip(window[1:], weights[1:], strict=True):
+                total = f.fma(x, weight, total)
+            x = total * maths.sigmoid(f, total, features)
+            x = x if facts.dtype == "float32" else maths.from_bf16(f, to_bf16(f, x, features))
+            f.store(x, to, (i * channels + channel) * 4)
+            return window[1:]
+
+        f.loop(count, token, *(load(f.constant(I64, i)) for i in range(facts.taps - 1)))
+
+    f.loop(channels, convolve_vector, step=LANES)
     f.ret()
 
 
-def _convolution(facts: CpuDelta) -> str:
-    return f"{facts.name}_convolution"
+def _convolution(facts: CpuDelta, channels: int) -> str:
+    return f"{facts.name}_convolution_{channels}"
 
 
 def _gate(
