@@ -361,6 +361,7 @@ class RadixCache:
         upper.locks = node.locks
         upper.last_used = node.last_used
         upper.num_resident_children = int(bool(node.pages))
+        upper.num_states = node.num_states
         parent.children[tuple(upper.tokens[:size])] = upper
         node.tokens, node.parent = node.tokens[length * size :], upper
         node.pages, node.host_slots = node.pages[length:], node.host_slots[length:]
