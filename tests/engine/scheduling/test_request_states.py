@@ -14,13 +14,15 @@ import msgspec
 
 from jaxserve.api_types import EngineRequest, TokenEvent
 from jaxserve.engine.core.loop import EngineLoop
+from jaxserve.engine.kv_cache.radix_node import descendants
 from jaxserve.engine.scheduling.request import RequestState
 from jaxserve.engine.scheduling.scheduler import Scheduler
-from jaxserve.step_plan import Capacity, Chunk, SlotOpen, StateWrite
+from jaxserve.engine.speculation.speculation import DraftedRequest
+from jaxserve.step_plan import Capacity, Chunk, SlotOpen, StateWrite, StepResult
 from tests.drafts import AnyLengths
 from tests.engine.conftest import make_capacity, make_request
 from tests.engine.fake_executor import FakeExecutor, run_alone
-from tests.engine.scheduling.test_scheduler import make_scheduler
+from tests.engine.scheduling.test_scheduler import answer, make_scheduler, planned
 
 PREFIX = list(range(20))
 
@@ -172,6 +174,15 @@ def test_a_kept_row_is_given_up_for_a_request_that_starts() -> None:
     assert server.scheduler.num_running == 4
 
 
+def test_the_row_that_a_request_leaves_is_not_given_away_in_the_same_plan() -> None:
+    for num_steps in range(1, 14):
+        server = Server(page_size=8, block=2, states=2, sizes={"num_slots": 2})
+        server.loop.add(request("a", PREFIX[:3], max_tokens=30))
+        for _ in range(num_steps):
+            server.loop.step()
+        server.serve(request("b", [60]))
+
+
 def test_a_branching_point_is_found_by_the_third_request() -> None:
     server = Server()
     first, second, third = (request(name, [*PREFIX, 60 + i, *range(10)]) for i, name in enumerate("abc"))
@@ -259,6 +270,19 @@ def test_log_probabilities_of_a_prompt_compute_it_from_the_beginning() -> None:
     assert server.scheduler.stats().state_recomputed_tokens == 0
 
 
+def test_pages_that_no_request_has_locked_get_no_snapshot() -> None:
+    """They may be evicted for the same plan, which would give the row away while a step writes it."""
+    server = Server()
+    one = request("a", PREFIX)
+    server.cached(one)
+    states = server.scheduler._ranks[0].cache.states
+    assert states is not None
+    for node in descendants(server.scheduler._ranks[0].cache._roots["", False]):
+        states.pool.drop(node)
+    server.cached(request("b", PREFIX, prompt_logprobs=0), request("c", PREFIX))
+    assert (server.snapshots("b"), server.snapshots("c")) == ([], [16])
+
+
 def test_without_a_cache_no_snapshot_is_taken() -> None:
     server = Server(prefix_cache=False)
     assert server.cached(request("a", PREFIX), request("b", PREFIX)) == [0, 0]
@@ -338,6 +362,29 @@ def test_the_border_of_a_sequence_with_drafts() -> None:
     assert _border(state) is None
     state.commit_drafts(4, 0)
     assert _border(state) == 16
+
+
+class FourDrafts(AnyLengths):
+    """Verifies drafts of four tokens in each step."""
+
+    def choose(self, ranks: Sequence[Sequence[DraftedRequest]]) -> list[int] | None:
+        return [4] * 16
+
+
+def test_drafts_that_were_rejected_and_those_of_the_last_step_are_not_in_the_state() -> None:
+    capacity = Server(block=1, page_size=1, max_drafts=4).capacity
+    scheduler = make_scheduler(capacity=capacity, speculation=FourDrafts(capacity, random.Random(0)))
+    scheduler.add(request("a", PREFIX[:8], max_tokens=100))
+    prompt = planned(scheduler)
+    scheduler.commit(prompt, answer(prompt))
+    first, second = planned(scheduler), planned(scheduler)
+    scheduler.commit(first, StepResult(tokens=[[1]], logprobs={}, prompt_logprobs={}, drafts=[(1, 0)]))
+    scheduler.commit(second, StepResult(tokens=[[1] * 5], logprobs={}, prompt_logprobs={}, drafts=[(4, 4)]))
+    scheduler.abort("a")
+    assert scheduler.check_integrity() == []
+    known = [*PREFIX[:8], *[1] * 7]
+    found = scheduler._ranks[0].cache.match_length(("", False), known, len(known))
+    assert found == 10, "8 of the prompt, 1 of the first step, and the first one of the second step"
 
 
 def test_models_without_states_plan_none() -> None:
