@@ -106,7 +106,7 @@ def _random_engine(
     if states:
         block = rng.choice([1, 2, 4, 8])
         num_states = num_slots + rng.choice([0, 1, 2, num_slots, 40])
-        unit = math.lcm(block, page_size)
+        unit = math.lcm(block, page_size) * rng.choice([1, 1, 2])
         capacity = msgspec.structs.replace(capacity, num_states=num_states, state_unit=unit, state_block=block)
     scheduler = Scheduler(
         capacity,

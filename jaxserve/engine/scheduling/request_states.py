@@ -83,9 +83,9 @@ class RequestStates:
         """
         state, unit = request.state, self._unit
         assert state is not None
-        border = state.border(self._capacity)
+        border = None if unit == self._capacity.state_block else state.border(self._capacity)
         state.certain, state.unsure = num_tokens, request.num_unverified_tokens
-        if unit == self._capacity.state_block or border is None or border % unit or border <= state.last_snapshot:
+        if border is None or border % unit or border <= state.last_snapshot:
             return None
         if self._capacity.folded_tokens(num_tokens) == border:
             return None

@@ -161,6 +161,20 @@ def test_a_running_request_keeps_one_row_of_a_border_of_pages() -> None:
     assert server.scheduler.stats().num_state_snapshots == 1
 
 
+def test_of_two_rows_of_a_request_that_ends_the_last_one_becomes_a_snapshot() -> None:
+    server = Server(page_size=8, block=2)
+    one = request("a", PREFIX[:3], max_tokens=14)
+    assert server.cached(one, request("b", [*PREFIX[:3], *run_alone(one, 512).token_ids])) == [0, 16]
+    assert server.scheduler.stats().state_snapshots_taken == 1, "and none of the row at 8"
+
+
+def test_a_border_that_has_a_snapshot_is_not_kept_again() -> None:
+    server = Server(page_size=8, block=2)
+    server.cached(request("a", PREFIX[:17]), request("b", [60]))
+    assert server.snapshots("a") == [16]
+    assert [chunk.state for name in "ab" for chunk in server.chunks(name)[1:]] == [None] * 10
+
+
 def test_a_kept_row_is_given_up_for_a_request_that_starts() -> None:
     server = Server(page_size=8, block=2, states=4)
     running = [request(str(i), [i] * 3, max_tokens=40) for i in range(4)]
@@ -352,11 +366,11 @@ def _border(state: RequestState) -> int | None:
 
 def test_the_border_of_a_sequence_with_drafts() -> None:
     state = RequestState(0, 0, [])
-    state.certain, state.unsure = 31, 0  # a step that verifies 4 drafts after 30 tokens
-    assert _border(state) == 16
-    state.commit_drafts(4, 4)
-    assert _border(state) == 16, "the last step leaves its accepted drafts to the next one"
-    state.certain, state.unsure = 36, 4  # the next step is planned before the first one's drafts are known
+    state.certain, state.unsure = 32, 0  # a step that verifies 4 drafts after 31 tokens
+    assert _border(state) == 32
+    state.commit_drafts(4, 0)
+    assert _border(state) == 32, "the drafts of the last step were never certain"
+    state.certain, state.unsure = 37, 4  # the next step is planned before those of the first one are known
     assert _border(state) == 32
     state.certain = 35
     assert _border(state) is None
