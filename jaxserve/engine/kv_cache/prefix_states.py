@@ -119,11 +119,10 @@ class PrefixStates:
         if node is not None:
             self.pool.use(node)
 
-    def split(self, *nodes: RadixNode) -> None:
-        """Record that nodes are the parts of one that was split."""
-        for node in nodes:
-            self.pool.move(node)
-            self._tier.states.move(node)
+    def moved(self, node: RadixNode) -> None:
+        """Record that a node has taken over the states of a node that was split."""
+        self.pool.move(node)
+        self._tier.states.move(node)
 
     def check(self, requests: Sequence[StateOwner], nodes: Sequence[RadixNode]) -> list[str]:
         """Return the inconsistencies found, as sentences; `requests` run and have a row each."""

@@ -380,7 +380,7 @@ class RadixCache:
         tail = node.split_tail(length, self._page_size)
         self.windows.split(node, tail)
         if self.states is not None:
-            self.states.split(tail)
+            self.states.moved(tail)
         return tail
 
     def _update_lru(self, node: RadixNode) -> None:

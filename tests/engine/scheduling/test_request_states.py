@@ -15,8 +15,8 @@ import msgspec
 from jaxserve.api_types import EngineRequest, TokenEvent
 from jaxserve.engine.core.loop import EngineLoop
 from jaxserve.engine.kv_cache.radix_node import descendants
-from jaxserve.engine.scheduling.request import RequestState
 from jaxserve.engine.scheduling.scheduler import Scheduler
+from jaxserve.engine.scheduling.state_row import StateRow
 from jaxserve.engine.speculation.speculation import DraftedRequest
 from jaxserve.step_plan import Capacity, Chunk, SlotOpen, StateWrite, StepResult
 from tests.drafts import AnyLengths
@@ -360,12 +360,12 @@ def test_one_row_for_each_slot_is_enough() -> None:
     assert server.scheduler.num_running == 0
 
 
-def _border(state: RequestState) -> int | None:
+def _border(state: StateRow) -> int | None:
     return state.border(Capacity(**{**msgspec.structs.asdict(make_capacity()), "state_block": 16}))
 
 
 def test_the_border_of_a_sequence_with_drafts() -> None:
-    state = RequestState(0, 0, [])
+    state = StateRow(0, 0, [])
     state.certain, state.unsure = 32, 0  # a step that verifies 4 drafts after 31 tokens
     assert _border(state) == 32
     state.commit_drafts(4, 0)
