@@ -80,19 +80,16 @@ class PrefixStates:
             pool.use(base)
             pool.hold(base)
         source = base.states[ON_DEVICE]
-        if source is None and self.pool.num_available > 1:
+        if source is None:
             source = self.take()
             assert source is not None
             self._tier.load_state(base, source)
             self.pool.give(base, source)
             self.pool.hold(base)
         own = self.take()
-        if own is None:  # the snapshot has the only row; nothing else reads it in this plan
+        if own is None:  # the snapshot has the only row, and nothing else reads it in this plan
             self._tier.save_state(base)
-            own = source = self.pool.take_from(base)
-        elif source is None:
-            self._tier.load_state(base, own)
-            source = own
+            own = self.pool.take_from(base)
         return StartRows(source, own), known
 
     def start_plan(self) -> None:
