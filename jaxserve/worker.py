@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import logging
 import sys
 from collections.abc import Callable, Sequence
@@ -52,7 +51,7 @@ from jaxserve.runtime.execution.device_commands import (
 )
 from jaxserve.runtime.execution.executor import DeviceExecutor
 from jaxserve.runtime.execution.expert_tokens import ExpertTokens
-from jaxserve.runtime.execution.host_pool import HostPool, host_pages
+from jaxserve.runtime.execution.host_memory import HostMemory, plan_host_memory
 from jaxserve.runtime.execution.profiler import JaxProfiler
 from jaxserve.runtime.execution.staged_commands import StagedCommands
 from jaxserve.runtime.execution.stages import connect_stages
@@ -71,7 +70,6 @@ from jaxserve.runtime.sizing.deployment import Deployment, deploy
 from jaxserve.runtime.sizing.memory_advice import deploy_or_advise
 from jaxserve.runtime.sizing.sizes import Sizes
 from jaxserve.runtime.sizing.temp_memory import size_pool_by_compiler
-from jaxserve.runtime.step.page_copies import num_groups, row_specs
 from jaxserve.runtime.step.program import ProgramKey
 from jaxserve.text.grammars.vocabulary import load_vocabulary
 from jaxserve.text.tokenizers.tokenizer import load_tokenizer
@@ -91,7 +89,7 @@ class _EngineParts:
     deployment: Deployment
     programs: dict[int, ProgramSet]
     calls: LocalCommands | StagedCommands
-    num_host_pages: tuple[int, ...]
+    host: HostMemory
     info: EngineInfo
     phases: PhaseTimer
 
@@ -124,7 +122,7 @@ def build_engine(config: EngineConfig, nodes: ProcessGroup | None = None) -> tup
             executor.warm_up(keys)
     profiling = Profiling(JaxProfiler(timeline, tuple(parts.programs.values())), config.profile_dir)
     speculation = _speculation(parts.deployment)
-    loop = _make_loop(config, parts.deployment.sizes, executor, parts.num_host_pages, timeline, profiling, speculation)
+    loop = _make_loop(config, parts.deployment.sizes, executor, parts.host, timeline, profiling, speculation)
     return loop, msgspec.structs.replace(parts.info, startup_seconds=parts.phases.seconds)
 
 
@@ -204,11 +202,7 @@ def _prepare(config: EngineConfig, nodes: ProcessGroup | None) -> _EngineParts:
         if config.load_format != "dummy" and not config.calculate_kv_scales:
             scales = [checkpoint_kv_scales(source, part.model) for part in deployment.parts]
         log_kv_scales(deployment, scales)
-    groups_copied = range(num_groups(sizes.capacity))
-    rows = [[row_specs(part.state, group) for group in groups_copied] for part in deployment.parts]
-    by_group = [list(itertools.chain.from_iterable(own)) for own in zip(*rows)]
-    on_devices = *sizes.capacity.pages_by_group, *([sizes.capacity.num_states] if sizes.capacity.num_states else [])
-    num_host_pages = host_pages(config, on_devices, by_group)
+    host = plan_host_memory(config, deployment)
     with phases("weights"):
         weights = open_readers(deployment, source)
     # No program is loaded while serving in a mesh, whose processes must choose alike, nor by several stages, nor on a
@@ -229,8 +223,7 @@ def _prepare(config: EngineConfig, nodes: ProcessGroup | None) -> _EngineParts:
             kv_scales=() if own is None else own.by_group,
         )
         compiled += count
-        host = [HostPool(specs, pages, mesh) for specs, pages in zip(rows[number], num_host_pages)]
-        stages[number] = LocalCommands(params, state, programs[number], host, mesh)
+        stages[number] = LocalCommands(params, state, programs[number], host.pools(number, mesh), mesh)
     calls: LocalCommands | StagedCommands
     if deployment.stages:
         # In one process, the step fails as a whole, and the engine finds it.
@@ -256,16 +249,7 @@ def _prepare(config: EngineConfig, nodes: ProcessGroup | None) -> _EngineParts:
     groups = _kv_groups(deployment)
     log_kv_groups(groups, sizes.capacity.page_size)
     log_states(deployment)
-    if num_host_pages:
-        logger.info(
-            "hierarchical cache: %s tokens%s in host memory (%.2f GiB), %s",
-            " and ".join(
-                str(deployment.data * pages * sizes.capacity.page_size) for pages in num_host_pages[: len(groups)]
-            ),
-            f" and {deployment.data * num_host_pages[-1]} states" if sizes.capacity.num_states else "",
-            sum(one.host_bytes for one in stages if one is not None) / 2**30,
-            config.hicache_write_policy,
-        )
+    host.log(config, deployment, sum(one.host_bytes for one in stages if one is not None))
     info = EngineInfo(
         max_model_len=sizes.capacity.max_model_len,
         vocab_size=model.vocab_size,
@@ -290,7 +274,7 @@ def _prepare(config: EngineConfig, nodes: ProcessGroup | None) -> _EngineParts:
         num_states=deployment.data * sizes.capacity.num_states,
         state_bytes=sizes.state_bytes,
     )
-    return _EngineParts(deployment, programs, calls, num_host_pages, info, phases)
+    return _EngineParts(deployment, programs, calls, host, info, phases)
 
 
 def _find_devices(config: EngineConfig, nodes: ProcessGroup | None) -> tuple[list[Any], list[Any]]:
@@ -359,7 +343,7 @@ def _make_loop(
     config: EngineConfig,
     sizes: Sizes,
     executor: DeviceExecutor,
-    num_host_pages: tuple[int, ...],
+    host: HostMemory,
     timeline: Timeline,
     profiling: Profiling,
     speculation: Speculation | None,
@@ -375,8 +359,8 @@ def _make_loop(
         policy=config.schedule_policy,
         conservativeness=config.schedule_conservativeness,
         prefix_cache=not config.disable_radix_cache,
-        num_host_pages=num_host_pages[: len(sizes.capacity.pages_by_group)],
-        num_host_states=num_host_pages[-1] if num_host_pages and sizes.capacity.num_states else 0,
+        num_host_pages=host.pages,
+        num_host_states=host.states,
         state_snapshot_interval=config.state_snapshot_interval,
         host_write_policy=config.hicache_write_policy,
         record_cache_events=config.kv_events_config is not None,

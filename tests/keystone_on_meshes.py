@@ -29,6 +29,7 @@ from tests.test_keystone import (
     GROUPS,
     GROUPS_OF_EXPERTS,
     HEADED,
+    HYBRID,
     LATENT,
     MIXTURE,
     WINDOWED,
@@ -53,6 +54,15 @@ SETTINGS: dict[str, Any] = {
 }
 
 
+HYBRID_MIXTURE = HYBRID | {
+    "architectures": ["Qwen3_5MoeForCausalLM"],
+    "model_type": "qwen3_5_moe_text",
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
+
 MODELS = {
     "": FULL,
     "ngram": FULL,
@@ -69,6 +79,10 @@ MODELS = {
     "latent-ragged": LATENT,
     "latent-mtp": HEADED["mtp"],
     "latent-expanded": LATENT,
+    "hybrid": HYBRID,
+    "hybrid-ngram": HYBRID,
+    "hybrid-mixture": HYBRID_MIXTURE,
+    "hybrid-ragged": HYBRID_MIXTURE,
 }
 RAGGED: dict[str, Any] = {"all2all_backend": "ragged_all_to_all", "enable_dp_attention": True}
 TWO_POOLS: dict[str, Any] = {"swa_full_tokens_ratio": 0.5}
@@ -87,6 +101,13 @@ MORE: dict[str, dict[str, Any]] = {
     "groups-ragged": TWO_POOLS | RAGGED,
     "latent-ragged": RAGGED,
     "latent-expanded": RAGGED | {"attention_backend": "reference"},
+}
+STATES = {"max_mamba_cache_size": 12, "max_total_tokens": 88}
+MORE |= {
+    "hybrid": STATES,
+    "hybrid-ngram": MORE["ngram"] | STATES,
+    "hybrid-mixture": STATES,
+    "hybrid-ragged": RAGGED | STATES,
 }
 # With these, all that may happen does.
 SEEDS = {"ngram": 3, "draft": 1, "mtp": 1}
@@ -127,7 +148,8 @@ def serve_on_mesh(
         draft_any_lengths(loop, random.Random(SEEDS[config.speculative_method]))
     aborted = 0
     sequences: list[list[int]] = []
-    for seed in range(config.dp_size):  # each rank gets as many requests as a single device does
+    # Each rank gets as many requests as a single device does; few find a prefix that has a state.
+    for seed in range(config.dp_size * (3 if "linear_num_key_heads" in model else 1)):
         rng = random.Random(f"mesh {seed}")
         requests = []
         for i in range(24):

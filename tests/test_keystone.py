@@ -108,6 +108,18 @@ LATENT = MIXTURE | {
     "v_head_dim": 8,
     "n_shared_experts": 1,
 }
+# Layers that keep a state of each sequence, and one that attends. A prefix can end at every fourth page.
+HYBRID = FULL | {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+}
 # Both: layers of two KV groups, with experts.
 GROUPS_OF_EXPERTS = FULL | {
     "architectures": ["GptOssForCausalLM"],
@@ -168,6 +180,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "mixture": SMALL | {"schedule_conservativeness": 0.1},
     "latent": SMALL | {"schedule_conservativeness": 0.1} | WITH_HOST_MEMORY,
     "latent-expanded": SMALL | {"schedule_conservativeness": 0.1, "attention_backend": "reference"},
+    "hybrid": SMALL | {"schedule_conservativeness": 0.1, "max_mamba_cache_size": 10},
+    "hybrid-write-through": SMALL | {"max_mamba_cache_size": 8} | WITH_HOST_MEMORY,
+    "hybrid-write-back": SMALL | {"max_mamba_cache_size": 8, "hicache_write_policy": "write_back"} | WITH_HOST_MEMORY,
     "roomy": {
         "context_length": 64,
         "max_running_requests": 8,
@@ -185,9 +200,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "cuda_graph_bs": (4, 20),
     },
 }
-TIERED = ("write-through", "write-back", "latent")
+TIERED = ("write-through", "write-back", "latent", "hybrid-write-through", "hybrid-write-back")
 GROUPS_TIERED = ("groups-write-through", "groups-write-back")
-QUICK = SETTINGS.keys() - {"roomy", "wide", "mixture"}
+QUICK = SETTINGS.keys() - {"roomy", "wide", "mixture", "hybrid-write-through"}
 SPECULATED = ("tiny-pool", "groups-write-back", "longrope", "latent")
 QUICK_IN_TURN = {"tiny-pool", "groups-write-back"}
 
@@ -225,7 +240,14 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
 
 
 def _model(name: str) -> dict[str, Any]:
-    others = {"windowed": WINDOWED, "longrope": LONGROPE, "mixture": MIXTURE, "groups": GROUPS, "latent": LATENT}
+    others = {
+        "windowed": WINDOWED,
+        "longrope": LONGROPE,
+        "mixture": MIXTURE,
+        "groups": GROUPS,
+        "latent": LATENT,
+        "hybrid": HYBRID,
+    }
     return next((model for start, model in others.items() if name.startswith(start)), FULL)
 
 
@@ -316,7 +338,7 @@ def _run(
 
 def assert_experts_are_counted(stats: EngineStats, model: dict[str, Any]) -> None:
     """In each layer with experts, every token that a step computed has its number of them, drafts included."""
-    experts = model.get("n_routed_experts", model.get("num_local_experts"))
+    experts = model.get("n_routed_experts") or model.get("num_local_experts") or model.get("num_experts")
     if experts is None:
         assert stats.expert_tokens == ()
         return
@@ -575,9 +597,15 @@ def sampled_requests(rng: random.Random) -> list[EngineRequest]:
     ("name", "drafts", "order"),
     grid(
         itertools.product(
-            ("tiny-pool", "groups-write-back", "longrope", "mixture"), range(1, 9), ("overlap", "in-turn")
+            ("tiny-pool", "groups-write-back", "longrope", "mixture", "hybrid-write-back"),
+            range(1, 9),
+            ("overlap", "in-turn"),
         ),
-        {("tiny-pool", 3, "overlap"), ("groups-write-back", 7, "in-turn")}.__contains__,
+        {
+            ("tiny-pool", 3, "overlap"),
+            ("groups-write-back", 7, "in-turn"),
+            ("hybrid-write-back", 5, "overlap"),
+        }.__contains__,
     ),
 )
 def test_drafts_change_no_token(build: Build, name: str, drafts: int, order: str) -> None:

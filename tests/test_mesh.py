@@ -43,11 +43,14 @@ SHAPES += ["1x1p2", "1x2p2", "2x2p2", "1x1-deep", "1x1p4-deep", "1x2p4-deep", "2
 SHAPES += ["1x1p2-groups", "1x1p3-groups", "2x1p2-windows", "1x2e2p2-mixture", "2x2e4p2-ragged", "1x2p2-groups-mixture"]
 SHAPES += ["1x1p2-latent", "2x1e2p2-latent-ragged", "1x1p2-ngram", "2x1p2-ngram", "1x2p2-draft", "2x2p2-draft"]
 SHAPES += ["1x1-latent-mtp", "1x2p2-latent-mtp"]
+# States of sequences: by rank and shard, by stage, with drafts and with experts
+SHAPES += ["1x1-hybrid", "2x2-hybrid", "1x4-hybrid", "1x1p3-hybrid", "2x2-hybrid-ngram", "1x2p2-hybrid-ngram"]
+SHAPES += ["1x1-hybrid-mixture", "2x2e4-hybrid-ragged", "1x2e2p2-hybrid-mixture"]
 # Programs this small take longer to compile than to run.
 FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
 
 
-QUICK = ("1x1", "2x2p2-draft", "1x1-latent", "2x2e4-latent-ragged")
+QUICK = ("1x1", "2x2p2-draft", "1x1-latent", "2x2e4-latent-ragged", "1x2p2-hybrid-ngram")
 """Together they have all that the others have, but for layers of two KV groups."""
 
 
@@ -55,7 +58,7 @@ QUICK = ("1x1", "2x2p2-draft", "1x1-latent", "2x2e4-latent-ragged")
 CASES = [("1x2", 2), ("2x2", 2), ("2x2", 4), ("2x2e4-mixture", 2), ("2x2e4-latent-ragged", 2), ("2x2-draft", 2)]
 # A stage, or two, for each process, and two processes for a stage
 CASES += [("1x1p2", 2), ("1x2p2", 4), ("1x1p4-deep", 2), ("2x1p2-ngram", 2), ("2x1p4-deep", 4), ("1x2p2-draft", 2)]
-CASES += [("2x2e4p2-ragged", 2)]
+CASES += [("2x2e4p2-ragged", 2), ("2x2-hybrid", 2), ("1x2p2-hybrid-ngram", 2)]
 
 
 def _alone(shape: str) -> str:

@@ -71,9 +71,9 @@ def decode_line(
     """Return the log line of the decode steps since the previous such line.
 
     `usage` and `states` are as in `prefill_line`. `throughput` is in tokens per second. `bucket` is the size of the
-    program that ran last and `fine` whether it is one of the finely spaced ones; `padding` is the share of empty rows since the previous
-    line. `acceptance` counts the drafts since then, or is None without speculative decoding. `stages` are the
-    times of the pipeline stages since then, () if there is only one.
+    program that ran last and `fine` whether it is one of the finely spaced ones; `padding` is the share of empty rows
+    since the previous line. `acceptance` counts the drafts since then, or is None without speculative decoding.
+    `stages` are the times of the pipeline stages since then, () if there is only one.
     """
     drafts = "" if acceptance is None else f"accept len: {acceptance.length:.2f}, accept rate: {acceptance.rate:.2f}, "
     busy = f", stages busy: {busy_text(stages)}" if stages else ""

@@ -159,7 +159,7 @@ class PrefillChooser:
                 node, pages = cache.match(waiting.namespace, fill, reusable)
                 matched = (len(pages) + cache.num_host_only(node)) * self._page_size
                 cached = matched if cache.states is None else cache.states.before(node)[1]
-                if self._is_computed_by_another(waiting, fill, matched, cached, rank, chosen):
+                if self._is_computed_by_another(waiting, fill, cached, rank, chosen):
                     self.num_deferred += 1
                     break
                 cache.lock(node)
@@ -235,42 +235,26 @@ class PrefillChooser:
         return rank.num_free_slots > 0 and (rank.states is None or rank.states.num_available > 0)
 
     def _is_computed_by_another(
-        self,
-        request: Request,
-        fill: list[int],
-        matched: int,
-        cached: int,
-        rank: Rank,
-        chosen: list[tuple[Request, int]],
+        self, request: Request, fill: list[int], cached: int, rank: Rank, chosen: list[tuple[Request, int]]
     ) -> bool:
         """Return whether another request on `rank` computes the next part of `request`'s prompt in this step.
 
-        Then the pages can be shared from the next step on, instead of computing them twice. The first `matched` tokens
-        have pages; those after `cached` are computed again for the state, unless another request does it first.
+        Then the pages can be shared from the next step on, instead of computing them twice. In a model with states, the
+        other request leaves a snapshot, in this step or a later one.
         """
         if not self._shares_prefixes:
             return False
-        least = max(_MIN_SHARED_TOKENS, self._page_size) // self._page_size * self._page_size
-
-        def computes(other: Request, end: int) -> bool:
-            return (
-                end <= request.num_reusable_tokens
-                and other.num_fill_tokens >= end
-                and other.num_planned_tokens < end
-                and other.tokens(matched, end) == fill[matched:end]
-                and other.tokens(0, min(matched, end)) == fill[: min(matched, end)]
-            )
-
+        end = cached + max(_MIN_SHARED_TOKENS, self._page_size) // self._page_size * self._page_size
+        if end > request.num_reusable_tokens:
+            return False
         return any(
             other.rank == rank.index
             and other.namespace == request.namespace
-            and (
-                computes(other, matched + least)
-                or (
-                    other.state is not None
-                    and any(border >= cached + least and computes(other, border) for border in other.state.due)
-                )
-            )
+            and other.num_fill_tokens >= end
+            and (rank.states is not None or other.num_planned_tokens < end)
+            and other.tokens(cached, end) == fill[cached:end]
+            and other.tokens(0, cached) == fill[:cached]
+            and (rank.states is None or rank.states.expect_snapshot(other, fill[: request.num_reusable_tokens], end))
             for other, _ in chosen
         )
 

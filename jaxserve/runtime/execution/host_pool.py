@@ -113,8 +113,9 @@ class HostPool:
 def host_pages(config: EngineConfig, num_pages: Sequence[int], specs: Sequence[Sequence[ArraySpec]]) -> tuple[int, ...]:
     """Return how many pages of host memory each rank gets for each KV group; none without a hierarchical cache.
 
-    `num_pages` are the pages on its devices; those of states, if there are any, are the last. `--hicache-ratio` multiplies them, and `--hicache-size` is divided in
-    proportion to their bytes. Raises `ConfigError` if the result is 0 or exceeds free memory.
+    `num_pages` are the pages on its devices; states count as the last group. `--hicache-ratio` multiplies them, and
+    `--hicache-size` is divided in proportion to their bytes. Raises `ConfigError` if the result is 0 or exceeds free
+    memory.
     """
     if not config.enable_hierarchical_cache:
         return ()

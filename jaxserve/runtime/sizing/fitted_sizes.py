@@ -75,8 +75,9 @@ def _bytes_of_one(
     model: AnyModel,
     ranks: int,
     axes: dict[str, int],
-) -> tuple[int, list[int], int]:
-    """Return the bytes that a slot takes on a device, those of a page by KV group, and those of a sequence's state.
+) -> tuple[int, list[int], int | None]:
+    """Return the bytes that a slot takes on a device, those of a page by KV group, and those of a sequence's state,
+    None if layers keep none.
 
     They are measured in a state with one slot, one page of each group and one state. A page of the first group also
     holds a draft model's keys and values, and the features for a head.
@@ -101,7 +102,9 @@ def _bytes_of_one(
     if state.drafts is not None and state.drafts.kv is not None:
         page_bytes[0] += device_bytes((state.drafts.kv.pools, state.drafts.features), axes)
         slot_bytes -= device_bytes((state.drafts.kv, state.drafts.features), axes)
-    state_bytes = 0 if state.states is None else device_bytes(state.states.pool.pools, axes)
+    if state.states is None:
+        return slot_bytes, page_bytes, None
+    state_bytes = device_bytes(state.states.pool.pools, axes)
     return slot_bytes - state_bytes, page_bytes, state_bytes
 
 

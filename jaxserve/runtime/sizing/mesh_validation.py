@@ -25,10 +25,11 @@ def check_mesh(config: EngineConfig, model: ModelConfig, device: DeviceFacts) ->
     if not model.splits_into(tensor):
         nearest = _nearest(model, tensor, max(room, 1))
         works = [_flags(config, size, data, dp_size=config.enable_dp_attention) for size in nearest]
-        sizes = ", ".join(f"{name} of {width}" for name, width in model.split_sizes.items())
+        sizes = [f"{name} of {width}" for name, width in model.split_sizes.items()]
+        sizes = sizes if model.delta is None else [f"delta nets of {model.delta.key_heads} key heads", *sizes]
         raise ConfigError(
             f"tp_size={tensor} can't split this model evenly ({model.num_heads} attention heads, {model.num_kv_heads} "
-            f"KV heads, {sizes}); the nearest that can: {' or '.join(works)}"
+            f"KV heads, {', '.join(sizes)}); the nearest that can: {' or '.join(works)}"
         )
     _check_experts(config, divided, model)
     if divided.num_devices <= most:

@@ -91,7 +91,7 @@ def resolve_sizes(
     weight_bytes: int,
     slot_bytes: int,
     bytes_per_token: tuple[int, ...],
-    state_bytes: int = 0,
+    state_bytes: int | None = None,
     activations: int | None = None,
     most_pages: Sequence[int] | None = None,
     divided: Parallelism = ONE_DEVICE,
@@ -100,7 +100,7 @@ def resolve_sizes(
 
     Bytes are per device of a model that is `divided`; requests and pages are per data-parallel rank. `bytes_per_token`
     are by KV group, as is `most_pages`, the pages that may not be exceeded. `state_bytes` are those of the state of a
-    sequence, 0 if the model keeps none. `activations` is the working memory of the programs, if it is known. Raises
+    sequence, None if the model keeps none. `activations` is the working memory of the programs, if it is known. Raises
     `ConfigError` for sizes that don't fit, `InsufficientMemoryError` if no memory is left for a KV cache.
     """
     defaults = defaults_of(device)
@@ -120,8 +120,8 @@ def resolve_sizes(
     widest = min(config.max_num_batched_tokens or (longest if chunk < 0 else chunk), max(longest, running))
     footprint = Footprint(
         weights=weight_bytes,
-        state=running * slot_bytes + num_states * state_bytes,
-        states=num_states * state_bytes,
+        state=running * slot_bytes + num_states * (state_bytes or 0),
+        states=num_states * (state_bytes or 0),
         activations=activations or _activation_bytes(model, device.platform, widest, running, divided),
         kv_per_token=bytes_per_token,
     )
@@ -183,7 +183,15 @@ def resolve_sizes(
     prefill = min(config.max_prefill_tokens or chunk, largest)
     step_ms = defaults.mixed_step_ms if config.max_mixed_step_ms is None else config.max_mixed_step_ms
     return Sizes(
-        capacity, min(chunk, largest), prefill, largest, step_ms, footprint, longest, pool.memory_bound, state_bytes
+        capacity,
+        min(chunk, largest),
+        prefill,
+        largest,
+        step_ms,
+        footprint,
+        longest,
+        pool.memory_bound,
+        state_bytes or 0,
     )
 
 

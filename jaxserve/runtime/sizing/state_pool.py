@@ -24,12 +24,12 @@ def resolve_running(
     default: int,
     multiple: int,
     slot_bytes: int,
-    state_bytes: int,
+    state_bytes: int | None,
     token_bytes: int,
     weight_bytes: int,
     num_devices: int,
 ) -> tuple[int, int]:
-    """Return how many requests of a rank run at once, and how many states it keeps: 0 without `state_bytes`.
+    """Return how many requests of a rank run at once, and how many states it keeps: 0 if `state_bytes` is None.
 
     By default, `default` requests run, or a `multiple` with which states and requests of 4,096 tokens fit the memory;
     there is half a state more for each, for cached prefixes, and at least 8. Bytes are those of a device: `slot_bytes`
@@ -37,7 +37,7 @@ def resolve_running(
     are requests.
     """
     running, states = config.max_running_requests, config.max_mamba_cache_size
-    if not state_bytes:
+    if state_bytes is None:
         if states is not None:
             raise ConfigError(
                 f"max_mamba_cache_size={states}: no layer of this model keeps a state for each sequence; leave it out"

@@ -17,7 +17,7 @@ _MIB = 2**20
 _GPU, _CPU = (DeviceFacts(KernelTarget(platform), 80 * 2**30) for platform in ("gpu", "cpu"))
 
 
-def resolve(device: DeviceFacts, *, state_bytes: int = 60 * _MIB, **settings: Any) -> tuple[int, int]:
+def resolve(device: DeviceFacts, *, state_bytes: int | None = 60 * _MIB, **settings: Any) -> tuple[int, int]:
     cpu = device.platform == "cpu"
     return resolve_running(
         EngineConfig(mem_fraction_static=0.9, **settings),
@@ -54,9 +54,9 @@ def test_what_is_set_is_kept() -> None:
 
 
 def test_without_states_there_is_no_pool() -> None:
-    assert resolve(_GPU, state_bytes=0) == (256, 0)
+    assert resolve(_GPU, state_bytes=None) == (256, 0)
     with pytest.raises(ConfigError, match="max_mamba_cache_size=7: no layer of this model keeps a state"):
-        resolve(_GPU, state_bytes=0, max_mamba_cache_size=7)
+        resolve(_GPU, state_bytes=None, max_mamba_cache_size=7)
 
 
 def test_every_running_request_has_a_state() -> None:
