@@ -30,13 +30,15 @@ _CORES, _AT_ONCE = 132, 2
 
 
 def refusal(problem: DeltaProblem, target: KernelTarget) -> str | None:
-    """Return what isn't supported (dtype or size of heads), or None."""
+    """Return what isn't supported (dtype, size of heads or of the convolution), or None."""
     if problem.dtype.name not in DTYPES:
         return f"triton computes gated delta nets in {', '.join(DTYPES)}, not in {problem.dtype.name}"
     if not 16 <= problem.key_dim <= MAX_KEY_DIM or problem.key_dim & (problem.key_dim - 1):
         return f"triton takes keys of 16 to {MAX_KEY_DIM} numbers, a power of two, not of {problem.key_dim}"
     if problem.value_dim % 16:
         return f"triton takes values of a multiple of 16 numbers, not of {problem.value_dim}"
+    if problem.taps < 2:
+        return f"triton takes convolutions of 2 taps or more, not of {problem.taps}"
     return None
 
 

@@ -155,9 +155,10 @@ def input_at(
     facts: DeltaFacts,
     live: Array | bool = True,
 ) -> Array:
-    """Load inputs of the convolution: of this step, from the slot, from the state, or zeros before the first token.
+    """Load inputs of the convolution: of this step, of the slot, of the state, or zeros before the first token.
 
-    Position and channel have shapes that broadcast to each other. `at` is a `DeltaPlace`, or has vectors like `position`.
+    Position and channel have shapes that broadcast to each other. `at` is a `DeltaPlace`, or has vectors like
+    `position`.
     """
     shape = jnp.broadcast_shapes(jnp.shape(position), jnp.shape(channel))
 

@@ -6,6 +6,7 @@ A seed names the file, the text and its replacement; the modules of the backend 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import importlib.util
 import sys
@@ -15,27 +16,31 @@ from pathlib import Path
 
 import pytest
 
+from pallas_kernels.dispatch import BackendName
 from pallas_kernels.gated_delta import __name__ as PACKAGE
 from tests.pallas_kernels.gated_delta import test_gated_delta as suite
 from tests.pallas_kernels.gated_delta.cases import CASES, check, make_batch
-from tests.selection import grid
+from tests.selection import grid, is_interpreted
 
 pytestmark = pytest.mark.slow
 
 
 @dataclasses.dataclass(frozen=True)
 class Seed:
-    """Replaces `old` by `new` in a module of the CPU's backend; then the case of this name must fail."""
+    """Replaces `old` by `new` in a module of a backend; then the case of this name must fail."""
 
     bug: str
     module: str
     old: str
     new: str
     case: str = "mixed"
+    backend: BackendName = "cpu"
 
     def __str__(self) -> str:
-        return self.bug
+        return f"{self.backend}-{self.bug}"
 
+
+_triton, _mosaic_tpu = (functools.partial(Seed, backend=name) for name in ("triton", "mosaic_tpu"))
 
 SEEDS = [
     Seed(
@@ -60,8 +65,28 @@ SEEDS = [
     Seed("a-snapshot-at-another-border", "items", "next_block.equals(row.snapshot_len)", "is_target", "one-long-row"),
     Seed("a-state-that-does-not-move", "items", "lambda: _each(f, first, last, move)", "lambda: None", "decode"),
     Seed("another-layer", "backend", "layer_now * count", "count * 0"),
+    _triton("drafts-are-folded", "backend", "rows.folded_after,", "(rows.certain + 4) // 16 * 16,", "drafts"),
+    _triton("a-decay-of-another-block", "decode", "i & (BLOCK - 1) == 0", "i < 0", "drafts"),
+    _triton("a-decay-of-another-block-of-the-slot", "tiles", "(position & -BLOCK)[None, :]", "0", "drafts"),
+    _triton(
+        "a-token-left-out-of-the-state", "decode", "(at.folded, border, add", "(at.folded, border - 1, add", "decode"
+    ),
+    _triton("a-state-that-does-not-decay", "decode", "jnp.exp(last) * self._state", "self._state", "decode"),
+    _triton("inputs-before-the-border", "tiles", "+ facts.taps - 1, 0", "+ facts.taps - 2, 0", "decode"),
+    _triton("a-snapshot-at-another-border", "tiles", "rows.snapshot_lens[row]", "at.after", "one-long-row"),
+    _triton("a-token-does-not-see-itself", "chunks", ">= index[None, :]", "> index[None, :]"),
+    _triton("another-layer", "chunks", "pool[rows.layer[0], rows.slots]", "pool[0, rows.slots]"),
+    _triton("entries-that-the-state-has", "chunks", " & (tile.position >= at.after)", "", "no-padding"),
+    _triton("a-state-that-does-not-move", "chunks", "writes & (border == at.folded)", "border < 0", "chunks"),
+    _mosaic_tpu("a-snapshot-at-another-border", "blocks", "rows.snapshot_lens[row] ==", "after ==", "one-long-row"),
+    _mosaic_tpu("a-token-sees-itself-twice", "kernel", "i > column, beta", "i >= column, beta"),
+    _mosaic_tpu("keys-of-the-slot", "kernel", "jnp.where(old, before.keys[j], tokens.k[j])", "tokens.k[j]"),
+    _mosaic_tpu("another-layer", "backend", "layer * num_slots", "0", "decode"),
+    _mosaic_tpu("another-slot", "slots", "slots_inputs.at[slots[row]]", "slots_inputs.at[row]", "decode"),
+    _mosaic_tpu("a-token-in-another-entry", "decode", "offset == of.length", "offset == 1 + of.length", "decode"),
 ]
 QUICK = ("drafts-are-folded", "inputs-before-the-border", "a-snapshot-at-another-border")
+INTERPRETED = ("a-token-does-not-see-itself", "another-slot")
 
 
 @pytest.fixture(autouse=True)
@@ -74,11 +99,11 @@ def _compiled_anew() -> Iterator[None]:
 
 def _plant(seed: Seed, monkeypatch: pytest.MonkeyPatch) -> None:
     """Import the backend's modules again, one of them with the seed in it; the present ones are restored later."""
-    importlib.import_module(f"{PACKAGE}.cpu.backend")
+    importlib.import_module(f"{PACKAGE}.{seed.backend}.backend")
     for name in list(sys.modules):
-        if name.startswith(f"{PACKAGE}.cpu"):
+        if name.startswith(f"{PACKAGE}.{seed.backend}"):
             monkeypatch.delitem(sys.modules, name)
-    name = f"{PACKAGE}.cpu.{seed.module}"
+    name = f"{PACKAGE}.{seed.backend}.{seed.module}"
     spec = importlib.util.find_spec(name)
     assert spec is not None
     assert spec.origin is not None
@@ -87,6 +112,8 @@ def _plant(seed: Seed, monkeypatch: pytest.MonkeyPatch) -> None:
     module = types.ModuleType(name)
     monkeypatch.setitem(sys.modules, name, module)
     exec(compile(source.replace(seed.old, seed.new), spec.origin, "exec"), module.__dict__)
+    if seed.backend != "cpu":
+        return
     # A process keeps what it has compiled under a name
     facts = importlib.import_module(f"{PACKAGE}.cpu.operands").CpuDelta
     name, suffix = facts.name.fget, seed.bug.replace("-", "_")
@@ -95,11 +122,21 @@ def _plant(seed: Seed, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _compute(seed: Seed) -> None:
     case = next(case for case in CASES if case.name == seed.case)
+    if seed.backend == "mosaic_tpu":
+        case = dataclasses.replace(case, key_dim=128, value_dim=128)
     batch = make_batch(case)
-    check(case, batch, *suite.run(case, batch, "cpu"))
+    check(case, batch, *suite.run(case, batch, seed.backend))
 
 
-@pytest.mark.parametrize("seed", grid(SEEDS, lambda seed: seed.bug in QUICK), ids=str)
+@pytest.mark.parametrize(
+    "seed",
+    grid(
+        SEEDS,
+        lambda seed: seed.bug in (INTERPRETED if is_interpreted(seed.backend) else QUICK),
+        lambda seed: is_interpreted(seed.backend),
+    ),
+    ids=str,
+)
 def test_a_seeded_bug_is_found(seed: Seed, monkeypatch: pytest.MonkeyPatch) -> None:
     _plant(seed, monkeypatch)
     with pytest.raises(AssertionError, match=r"Not equal to tolerance|Arrays are not equal"):
