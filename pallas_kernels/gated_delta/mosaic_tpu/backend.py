@@ -106,7 +106,7 @@ def _chunks(
         factors=jnp.concatenate([beta, totals[:, :, :, None]], axis=3),
     )
     out, pools = compute_blocks(
-        blocks.count, blocks.facts, in_order, pools, heads, vmem_limit=_VMEM_LIMIT, interpret=backend.interpret
+        blocks.num_blocks, blocks.facts, in_order, pools, heads, vmem_limit=_VMEM_LIMIT, interpret=backend.interpret
     )
     block, within = _place(blocks, rows, *token_places(rows, tokens))
     return out[block, :, within], pools, _keep_decays(decays, totals, blocks, rows)

@@ -34,7 +34,7 @@ class BlockFacts(NamedTuple):
 class RowBlocks(NamedTuple):
     """The number of blocks, their scalars, and for each its row, and of its tokens the positions and which are new."""
 
-    count: Int[Array, ""]
+    num_blocks: Int[Array, ""]
     facts: BlockFacts
     row: Int[Array, " blocks"]
     position: Int[Array, "blocks block"]

@@ -86,7 +86,7 @@ def compute_blocks(
 
         return pl.BlockSpec((None, *shape), index)
 
-    def of_block(x: Array) -> pl.BlockSpec:
+    def of_block(x: Any) -> pl.BlockSpec:
         return pl.BlockSpec((None, *x.shape[1:]), lambda i, *_: (i, 0, 0, 0))
 
     state = heads.value_heads, heads.key_dim, heads.value_dim

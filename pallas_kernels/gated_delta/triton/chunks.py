@@ -106,7 +106,8 @@ def _convolve(
 
     row = load(places.row, token)
     of_row = (load(x, row)[:, None] for x in (rows.slots, rows.query_starts, rows.lens, rows.folded, rows.sources))
-    at = _TokenVectors(rows.layer[0], *of_row, pl.program_id(1))
+    slot, first, lens, folded, source = of_row
+    at = _TokenVectors(rows.layer[0], slot, first, lens, folded, source, pl.program_id(1))
     found = convolved(load(places.position, token)[:, None], channel, at, new, states, facts, live[:, None])
     index = jnp.where(live, token, out.shape[0] + token)
     mask = jnp.broadcast_to(live[:, None], found.shape)

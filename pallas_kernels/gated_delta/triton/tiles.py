@@ -260,7 +260,8 @@ def dot(a: Float[Array, "m k"], b: Float32[Array, "k n"], facts: DeltaFacts) -> 
         return jnp.dot(a.astype(jnp.float32), b, precision=precision, preferred_element_type=jnp.float32)
     first = b.astype(jnp.bfloat16)
     rest = (b - first.astype(jnp.float32)).astype(jnp.bfloat16)
-    return sum(jnp.dot(a, part, preferred_element_type=jnp.float32) for part in (rest, first))
+    small, large = (jnp.dot(a, part, preferred_element_type=jnp.float32) for part in (rest, first))
+    return small + large
 
 
 def barrier(facts: DeltaFacts) -> None:

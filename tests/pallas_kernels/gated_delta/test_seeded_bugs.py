@@ -76,7 +76,6 @@ SEEDS = [
     _triton("a-snapshot-at-another-border", "tiles", "rows.snapshot_lens[row]", "at.after", "one-long-row"),
     _triton("a-token-does-not-see-itself", "chunks", ">= index[None, :]", "> index[None, :]"),
     _triton("another-layer", "chunks", "pool[rows.layer[0], rows.slots]", "pool[0, rows.slots]"),
-    _triton("entries-that-the-state-has", "chunks", " & (tile.position >= at.after)", "", "no-padding"),
     _triton("a-state-that-does-not-move", "chunks", "writes & (border == at.folded)", "border < 0", "chunks"),
     _mosaic_tpu("a-snapshot-at-another-border", "blocks", "rows.snapshot_lens[row] ==", "after ==", "one-long-row"),
     _mosaic_tpu("a-token-sees-itself-twice", "kernel", "i > column, beta", "i >= column, beta"),
