@@ -134,6 +134,7 @@ def test_a_tpus_kernels_leave_states_in_place(
     name = "gated_delta_tpu" + ("_decode" if form == "decode" else "")
     assert {one.kernel for one in kernels} == {f"{x} (mosaic tpu)" for x in (name, "gated_delta_tpu_inputs")}
     assert memory.alias_size_in_bytes >= held_bytes(LAYOUTS[model], "mosaic_tpu")
+    assert memory.temp_size_in_bytes < (2**23 if form == "decode" else 2**29)
     # The decays, which are small, are laid out anew.
-    large = LAYOUTS[model].slot_bytes * SLOTS["mosaic_tpu"] // 20
-    assert not [one for one in own if one.opcode in ("copy", "transpose") and one.elements > large]
+    inputs = np.prod(LAYOUTS[model].slot_shapes(SLOTS["mosaic_tpu"])[-1])
+    assert not [one for one in own if one.opcode in ("copy", "transpose") and one.elements >= inputs // 2]

@@ -22,7 +22,8 @@ from pallas_kernels.target import KernelTarget
 DTYPES = ("float32", "bfloat16")
 LANES = 128
 
-_VMEM_LIMIT = 96 * 2**20
+# Three quarters of the vector memory of a core that has least of it.
+_VMEM_LIMIT = 48 * 2**20
 # Of the states of a row, the kernel has two that are read ahead, the current one and a copy.
 _STATE_BYTES = _VMEM_LIMIT // 8
 
@@ -58,14 +59,19 @@ def gated_delta(
     heads = DeltaHeads(key_heads, value_heads // key_heads, key_dim, value_dim)
     flat = jax.tree.map(lambda x: x.reshape(1, -1, *x.shape[2:]), states)
     rows = _of_layer(rows, layer * states.num_states, layer * num_slots)
-    prepared = prepare(products, gates, weights, flat, 0, rows)
+    # Inputs are taken out of whole slots: single ones would change the layout of the array, and so copy it.
+    own, by_row = (
+        flat.inputs[0].at[rows.slots].get(mode="clip"),
+        dataclasses.replace(rows, slots=jnp.arange(len(rows.slots))),
+    )
+    prepared = prepare(products, gates, weights, dataclasses.replace(flat, inputs=own[None]), 0, by_row)
     pools = DeltaPools(flat.recurrent[0], flat.keys[0], flat.deltas[0])
     if rows.decode_only and ring <= max_ring(LANES):
         out, pools, decays = _decode(prepared, flat, pools, rows, heads, backend)
     else:
         out, pools, decays = _chunks(prepared, flat, pools, rows, heads, backend)
-    tails = keep_tails(flat.tails[0], flat.inputs[0], products, rows)
-    last = last_inputs(flat.inputs[0], products, rows)
+    tails = keep_tails(flat.tails[0], own, products, by_row)
+    last = last_inputs(own, products, by_row)
     inputs = write_slots(flat.inputs[0], last, rows.slots, rows.num_seqs, interpret=backend.interpret)
     new = pools.recurrent, tails, pools.keys, pools.deltas, decays, inputs
     updated = (x.reshape(old.shape) for x, old in zip(new, jax.tree.leaves(states), strict=True))

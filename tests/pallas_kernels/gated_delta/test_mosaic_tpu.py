@@ -33,7 +33,7 @@ def test_equals_a_loop_over_tokens(case: Case) -> None:
         ({"dtype": np.dtype(np.float16)}, "in float32 and bfloat16, not in float16"),
         ({"key_dim": 64}, "keys of a multiple of 128 numbers, not of 64"),
         ({"value_dim": 192}, "values of a multiple of 128 numbers, not of 192"),
-        ({"value_heads": 256}, "states of up to 12 MiB, and 256 heads take 16: split the heads among more devices"),
+        ({"value_heads": 256}, "states of up to 6 MiB, and 256 heads take 16: split the heads among more devices"),
     ],
 )
 def test_what_is_not_supported_is_refused(change: dict[str, Any], reason: str) -> None:
