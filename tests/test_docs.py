@@ -199,7 +199,9 @@ def test_the_families_are_those_that_are_served() -> None:
         parse_model_config({"architectures": ["Unknown"]})
     table = rows(SUPPORT, "family")
     assert set(re.findall(r"`(\w+For\w+)`", " ".join(row[1] for row in table))) == named_in(refused.value)
-    shown = " ".join(re.findall(r"(?:dense models|mixtures of experts|delta nets and attention): (.+?)\.(?: |$)", README, flags=re.M))
+    shown = " ".join(
+        re.findall(r"(?:dense models|mixtures of experts|delta nets and attention): (.+?)\.(?: |$)", README, flags=re.M)
+    )
     in_readme, in_support = (
         set(re.findall(r"[A-Za-z][A-Za-z-]{2,}", names)) - {"and", "dense"}
         for names in (shown, " ".join(row[0] for row in table))

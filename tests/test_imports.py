@@ -73,7 +73,7 @@ ORDER_INSIDE = {
         "admin anthropic openai sglang | app | lifecycle | api_processes | serve",
     "jaxserve.text": "prompt_forms stop_regex tokenizers | detokenizer grammars requests stop_strings | "
                      "answers output | template_tools | chat_template | template_process",
-    "jaxserve.weights": "arrays gguf_blocks mismatch parts scales source stacked_experts | "
+    "jaxserve.weights": "arrays gguf_blocks gguf_heads mismatch parts scales source stacked_experts | "
                         "dummy finite hf kv_scales manifest | gguf orbax orbax_write quantized | convert load | open",
     "pallas_kernels": "cpu gpu_code target | dispatch tuning | "
                       "activation gated_delta ngram_lookup normalization paged_attention quantized_matmul sampling | "

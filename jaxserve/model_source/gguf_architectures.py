@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 _QKV, _OUTPUT, _MLP = ("attn_q", "attn_k", "attn_v"), ("attn_output",), ("ffn_gate", "ffn_up", "ffn_down")
 _SILU = {"hidden_act": "silu"}
@@ -36,6 +36,8 @@ class Architecture:
             under the latter's name.
         drafts: the field of the number of layers that draft several tokens at once. The file counts them as layers of
             the model, and has them last.
+        value_heads: the order of the value heads of gated delta nets, if layers are such: that of Hugging Face, or
+            `tiled` (`weights.gguf_heads`).
     Sliding windows:
         window_period: each layer with a multiple of this number has full attention, where the file doesn't list them;
             1: all layers have a window; 0: windows aren't supported.
@@ -46,11 +48,12 @@ class Architecture:
         whole_yarn_factor: whether `rope.scaling.attn_factor` is all that YaRN multiplies by, not one factor more.
     Tensors:
         names: Hugging Face's names of a layer's tensors that aren't named as Llama's, by part of the layer or by part
-            and kind. A `*` stands for the number of an expert: the file has all experts in one tensor. The rows of two
-            tensors of the same name alternate, those of the gate come first.
+            and kind, which some tensors lack. Those that begin with `mtp.` are no layer's. A `*` stands for the number
+            of an expert: the file has all experts in one tensor. The rows of two tensors of the same name alternate,
+            those of the gate come first.
         pairs_adjacent: whether the converter reordered q's and k's rows, so that the two dimensions that a rotation
             turns are side by side. Hugging Face has them half a head apart.
-        norm_offset: the number that the converter added to the weights of norms.
+        norm_offset: the number that the converter added to the weights of norms, but those inside delta nets.
     Mixtures of experts:
         mixture: the row of files that have experts, where dense models have the same architecture.
     """
@@ -69,6 +72,7 @@ class Architecture:
     partial_rotation: bool = False
     latent: bool = False
     drafts: str = ""
+    value_heads: Literal["", "grouped", "tiled"] = ""
     window_period: int = 0
     local_theta: float | None = None
     only: Mapping[str, Any] = _NOTHING
@@ -143,6 +147,12 @@ def _deepseek(config: Mapping[str, Any]) -> Mapping[str, Any]:
     }
 
 
+def _delta_net(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the size of a value head, of which files have the product with the number of heads."""
+    heads = max(config["linear_num_value_heads"], 1)
+    return {"linear_value_head_dim": config["linear_inner_size"] // heads, "linear_inner_size": None}
+
+
 _EXPERTS = _named("mlp", "gate_proj", "up_proj", "down_proj")
 _MIXTRAL = _named("block_sparse_moe", "w1", "w3", "w2")
 _DRAFTS = {
@@ -153,9 +163,66 @@ _DRAFTS = {
     "nextn.shared_head_head": "shared_head.head",
     "nextn.shared_head_norm": "shared_head.norm",
 }
+_DELTA_NET = {
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_ba": "linear_attn.in_proj_ba",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_a.": "linear_attn.A_log",
+    "ssm_dt.bias": "linear_attn.dt_bias",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+    "post_attention_norm": "post_attention_layernorm",
+}
+_DELTA_SIZES = {
+    "ssm.conv_kernel": "linear_conv_kernel_dim",
+    "ssm.state_size": "linear_key_head_dim",
+    "ssm.group_count": "linear_num_key_heads",
+    "ssm.time_step_rank": "linear_num_value_heads",
+    "ssm.inner_size": "linear_inner_size",
+    "full_attention_interval": "full_attention_interval",
+}
+_QWEN_DRAFTS = {
+    "nextn.eh_proj": "mtp.fc",
+    "nextn.enorm": "mtp.pre_fc_norm_embedding",
+    "nextn.hnorm": "mtp.pre_fc_norm_hidden",
+    "nextn.shared_head_norm": "mtp.norm",
+}
+_HYBRID = Architecture(
+    model=("Qwen3_5ForCausalLM", "qwen3_5_text"),
+    constants=_SILU | {"full_attention_interval": 4},
+    implied=_delta_net,
+    integers=_DELTA_SIZES,
+    biases=_NOTHING,
+    partial_rotation=True,
+    drafts="mtp_num_hidden_layers",
+    value_heads="tiled",
+    ignored=("rope.dimension_sections",),
+    names=_DELTA_NET | _QWEN_DRAFTS,
+    norm_offset=1.0,
+)
 _USED = {"expert_used_count": "num_experts_per_tok"}
 _OWN_WIDTH = {"expert_feed_forward_length": "moe_intermediate_size"}
+_OF_QWEN = {
+    "expert_count": "num_experts",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    **_USED,
+    **_OWN_WIDTH,
+}
 _SOFTMAX, _SIGMOID = {"expert_gating_func": 1}, {"expert_gating_func": 2}
+
+_SHARED_OF_QWEN = {**_shared("shared_expert"), "ffn_gate_inp_shexp": "mlp.shared_expert_gate"}
+_HYBRID_MIXTURE = dataclasses.replace(
+    _HYBRID,
+    model=("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text"),
+    # The converter leaves out the width of dense layers, which there are none of
+    constants={**_HYBRID.constants, "intermediate_size": 1},
+    integers=_DELTA_SIZES | _OF_QWEN,
+    names={**_HYBRID.names, **_EXPERTS, **_SHARED_OF_QWEN},
+    only=_SOFTMAX,
+)
 
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {
@@ -277,14 +344,9 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "qwen2moe": Architecture(
             model=("Qwen2MoeForCausalLM", "qwen2_moe"),
             constants=_SILU | {"norm_topk_prob": False},
-            integers={
-                "expert_count": "num_experts",
-                "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
-                **_USED,
-                **_OWN_WIDTH,
-            },
+            integers=_OF_QWEN,
             biases={"qkv_bias": _QKV},
-            names=_EXPERTS | _shared("shared_expert") | {"ffn_gate_inp_shexp": "mlp.shared_expert_gate"},
+            names=_EXPERTS | _SHARED_OF_QWEN,
             only=_SOFTMAX,
         ),
         "qwen3moe": Architecture(
@@ -390,5 +452,9 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
             only=_SIGMOID,
             names=_MIXTRAL | {"exp_probs_b.bias": "block_sparse_moe.e_score_correction_bias"},
         ),
+        "qwen35": _HYBRID,
+        "qwen35moe": _HYBRID_MIXTURE,
+        # It differs from Qwen3.5 only in how projections are stored, which the converter has undone
+        "qwen3next": dataclasses.replace(_HYBRID_MIXTURE, drafts="", value_heads="grouped"),
     }
 )

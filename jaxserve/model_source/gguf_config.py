@@ -53,9 +53,7 @@ def config_from_gguf(metadata: GGUFMetadata) -> dict[str, Any]:
     head_dim = latent.get("qk_rope_head_dim") or keys.integer(
         "attention.key_length", HEAD_DIM, hidden_size // num_heads
     )
-    num_layers = keys.integer("block_count", LAYERS)
-    drafts = keys.integer("nextn_predict_layers", Range(0, num_layers - 1), 0) if row.drafts else 0
-    num_layers -= drafts
+    num_layers, drafts = _layer_counts(keys, row)
     windows = _windows(keys, row, num_layers)
     class_name, model_type = row.windowed_model if windows and row.windowed_model else row.model
     epsilon_key, epsilon = row.norm_epsilon
@@ -67,7 +65,7 @@ def config_from_gguf(metadata: GGUFMetadata) -> dict[str, Any]:
         "model_type": model_type,
         "vocab_size": embedding[0],
         "hidden_size": hidden_size,
-        "intermediate_size": keys.integer("feed_forward_length", WIDTH),
+        "intermediate_size": keys.integer("feed_forward_length", WIDTH, row.constants.get("intermediate_size")),
         "num_hidden_layers": num_layers,
         "num_attention_heads": num_heads,
         "num_key_value_heads": num_heads if latent else num_kv_heads,
@@ -132,6 +130,24 @@ def head_counts(metadata: GGUFMetadata) -> tuple[int, int]:
     keys = _ArchitectureKeys(metadata)
     heads = keys.integer("attention.head_count", HEADS)
     return heads, keys.integer("attention.head_count_kv", HEADS, heads)
+
+
+def layer_counts(metadata: GGUFMetadata) -> tuple[int, int]:
+    """Return the number of a model's layers, and of those that draft and follow them."""
+    return _layer_counts(_ArchitectureKeys(metadata), architecture_of(metadata))
+
+
+def _layer_counts(keys: _ArchitectureKeys, row: Architecture) -> tuple[int, int]:
+    layers = keys.integer("block_count", LAYERS)
+    drafts = keys.integer("nextn_predict_layers", Range(0, layers - 1), 0) if row.drafts else 0
+    return layers - drafts, drafts
+
+
+def delta_sizes(metadata: GGUFMetadata) -> tuple[int, int, int, int]:
+    """Return the key heads and value heads of gated delta nets, and the sizes of their heads."""
+    keys = _ArchitectureKeys(metadata)
+    key_heads, heads = (keys.integer(key, HEADS) for key in ("ssm.group_count", "ssm.time_step_rank"))
+    return key_heads, heads, keys.integer("ssm.state_size", HEAD_DIM), keys.integer("ssm.inner_size", WIDTH) // heads
 
 
 class _ArchitectureKeys:

@@ -86,7 +86,7 @@ def delta_net(declare: ParamSpecs, name: str, config: ModelConfig, *, by_key_hea
     return DeltaNetParams(
         qkvz=declare.spec(head, (rows, None), (dim, None), inputs=1, parts=projected),
         gates=declare.spec(head, (2, None), (group, None), (dim, None), inputs=1, parts=gated),
-        conv=declare.spec(head, (sizes.width, None), (sizes.taps, None), parts=taps),
+        conv=declare.spec(head, (sizes.width, None), (sizes.taps, None), by_head=True, parts=taps),
         rate=by_value_head(f"{name}.A_log"),
         bias=by_value_head(f"{name}.dt_bias"),
         norm=declare.wide_norm(f"{name}.norm.weight", sizes.value_dim),

@@ -22,12 +22,13 @@ from gguf.constants import GGMLQuantizationType as Kind
 from gguf.quants import dequantize
 
 from jaxserve.model_source.fields import EXPERTS
-from jaxserve.model_source.gguf_config import ROPE_TENSORS, architecture_of, head_counts
+from jaxserve.model_source.gguf_config import ROPE_TENSORS, architecture_of, head_counts, layer_counts
 from jaxserve.model_source.gguf_metadata import GGUFMetadata, GGUFTensorInfo
 from jaxserve.params import Window
 from jaxserve.quant import GGUF_TYPES, Stored, StoredWeight
 from jaxserve.weights.finite import check_finite
 from jaxserve.weights.gguf_blocks import BLOCK_KINDS
+from jaxserve.weights.gguf_heads import GATE, GATES, value_heads
 from jaxserve.weights.scales import check_weight_scales
 from jaxserve.weights.source import TensorInfo, row_blocks
 
@@ -50,7 +51,9 @@ _LAYER_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 # Files of the first mixtures have a tensor for each expert, with its number after the part's name
-_NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<part>(?:nextn\.)?\w+?)(?:\.(?P<expert>\d+))?\.(?P<kind>weight|bias)")
+_NAME = re.compile(
+    r"(?:blk\.(?P<layer>\d+)\.)?(?P<part>(?:nextn\.)?\w+?)(?:\.(?P<expert>\d+))?(?:\.(?P<kind>weight|bias))?"
+)
 
 
 class GGUFFile:
@@ -62,13 +65,22 @@ class GGUFFile:
         self._data = {file: np.memmap(file, np.uint8, mode="r") for file in metadata.files}
         row = architecture_of(metadata)
         names = {**_LAYER_NAMES, **row.names}
+        self._heads = value_heads(metadata, row)
+        drafting = "" if self._heads is None else f"model.layers.{layer_counts(metadata)[0]}."
         found: dict[str, list[GGUFTensorInfo]] = defaultdict(list)
         for tensor in metadata.tensors.values():
             if tensor.name not in ROPE_TENSORS:
                 for name, part in _hf_tensors(tensor, names):
-                    found[name].append(part)
+                    found[_of_drafts(name, drafting)].append(part)
         self._tensors = {name: sorted(parts, key=lambda part: part.name) for name, parts in found.items()}
         self._infos = {name: _info(parts) for name, parts in self._tensors.items()}
+        for name in [name for name in self._infos if GATES in name]:
+            info, parts = self._infos.pop(name), self._tensors.pop(name)
+            for gate in GATE:
+                self._infos[name.replace(GATES, gate)] = dataclasses.replace(
+                    info, shape=(info.shape[0] // 2, *info.shape[1:])
+                )
+                self._tensors[name.replace(GATES, gate)] = parts
         self._halves = _halves(self._infos)
         for name, (keys, values) in self._halves.items():
             self._infos[name] = _joined(self._infos.pop(keys), self._infos.pop(values))
@@ -88,14 +100,16 @@ class GGUFFile:
         if name in self._halves:
             self._read_halves(name, window, out)
             return
-        for kind, raw, inside, part in self._row_parts(name, window, out):
+        for kind, raw, inside, part in self._parts(name, window, out):
             if kind == Kind.MXFP4:  # Scales of other types are products of float16
                 self._factors(name, kind, raw)
             # All rows become one long row: the package works through groups of 16 rows, which is slow for short ones
             values = dequantize(raw.reshape(1, -1), kind).reshape(len(part), -1)
             part[...] = values[:, inside].reshape(part.shape)
-        if self._norm_offset and name.endswith("norm.weight"):
+        if self._norm_offset and _is_norm(name):
             out -= np.asarray(self._norm_offset, out.dtype)
+        if name.endswith(".A_log"):  # The file has what decays are multiplied by
+            out[...] = np.log(-out)
 
     def _read_halves(self, name: str, window: Window, out: np.ndarray[Any, Any]) -> None:
         """Read a window of `kv_b_proj`: for each head, the rows that make its keys, then those that make its values."""
@@ -124,14 +138,12 @@ class GGUFFile:
 
     def read_numbers(self, name: str, window: Window, out: np.ndarray[Any, Any]) -> None:
         """See `QuantizedSource`."""
-        for kind, raw, inside, part in self._row_parts(name, window, out):
+        for kind, raw, inside, part in self._parts(name, window, out):
             part[...] = BLOCK_KINDS[kind].numbers(_blocks(raw, kind)).reshape(len(part), -1)[:, inside]
 
     def read_factors(self, name: str, window: Window, unit: int, out: np.ndarray[Any, Any]) -> None:
         """See `QuantizedSource`."""
-        *rows, units = window
-        inputs = slice(units.start * unit, units.stop * unit)
-        for kind, raw, inside, part in self._row_parts(name, (*rows, inputs), out):
+        for kind, raw, inside, part in self._parts(name, window, out, unit):
             found = np.arange(inside.start, inside.stop, unit) // BLOCK_KINDS[kind].group
             for factor, values in zip(("scale", "minimum"), self._factors(name, kind, raw), strict=True):
                 part[factor] = values.reshape(len(part), -1)[:, found]
@@ -157,6 +169,22 @@ class GGUFFile:
     def read_input_scale(self, name: str) -> float:
         """See `QuantizedSource`."""
         raise AssertionError(f"{name}: GGUF has no quantized activations")
+
+    def _parts(
+        self, name: str, window: Window, out: np.ndarray[Any, Any], unit: int = 1
+    ) -> Iterator[tuple[Kind, np.ndarray[Any, Any], slice, np.ndarray[Any, Any]]]:
+        """Split a window as `_row_parts` does, and its columns where the file has them in another order.
+
+        In its last dimension and in that of `out`, `unit` elements count as one.
+        """
+        if len(window) < 2:
+            yield from self._row_parts(name, window, out)
+            return
+        *rows, columns = window
+        pieces = [(slice(None), columns)] if self._heads is None else self._heads.columns(name, columns, unit)
+        for inside, stored in pieces:
+            elements = slice(stored.start * unit, stored.stop * unit)
+            yield from self._row_parts(name, (*rows, elements), out[..., inside])
 
     def _row_parts(
         self, name: str, window: Window, out: np.ndarray[Any, Any]
@@ -199,6 +227,8 @@ class GGUFFile:
         In Hugging Face's order, the two dimensions that a rotation turns are half a head apart; the file has them side
         by side.
         """
+        if self._heads is not None:
+            return self._heads.rows(name)
         heads = next((count for part, count in self._permuted.items() if part in name), 0)
         return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(rows) if heads else None
 
@@ -223,12 +253,23 @@ def _hf_name(name: str, names: Mapping[str, str]) -> str:
         return name
     layer, part, expert, kind = match["layer"], match["part"], match["expert"], match["kind"]
     if layer is None:
-        return f"{_TOP_NAMES[part]}.{kind}" if part in _TOP_NAMES and expert is None else name
+        return f"{_TOP_NAMES[part]}.{kind}" if part in _TOP_NAMES and kind and expert is None else name
     part = part if expert is None else f"{part}_exps"
-    found = names.get(f"{part}.{kind}") or (f"{names[part]}.{kind}" if part in names else None)
+    found = names.get(f"{part}.{kind or ''}") or (f"{names[part]}.{kind}" if kind and part in names else None)
     if found is None or (expert is not None and "*" not in found):
         return name
     return f"model.layers.{layer}.{found if expert is None else found.replace('*', expert)}"
+
+
+def _of_drafts(name: str, drafting: str) -> str:
+    """Return the name of a tensor as Qwen's checkpoints have it; `drafting` precedes those of the layer that drafts."""
+    own = name.removeprefix(drafting)
+    return name if own == name else own if own.startswith("mtp.") else f"mtp.layers.0.{own}"
+
+
+def _is_norm(name: str) -> bool:
+    """Return whether the converter changed the weight of a norm: that inside a delta net stays as it is."""
+    return "norm" in name.split(".")[-2] and ".linear_attn." not in name
 
 
 def _of_expert(tensor: GGUFTensorInfo, expert: int) -> GGUFTensorInfo:

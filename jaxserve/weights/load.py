@@ -107,8 +107,7 @@ def check_names(source: TensorSource, specs: Collection[ParamSpec], ignored: Cal
         (
             "of the wrong shape",
             [
-                f"{name} {list(infos[name].shape)} instead of "
-                f"{_file_shape(by_name[name], spec_of[name], quantized=infos[name].quantized)}"
+                f"{name} {list(infos[name].shape)} instead of {_file_shape(infos[name], by_name[name], spec_of[name])}"
                 for name in used
                 if not _fits(infos[name], by_name[name])
             ],
@@ -127,15 +126,19 @@ def check_names(source: TensorSource, specs: Collection[ParamSpec], ignored: Cal
     return set(by_name)
 
 
-def _file_shape(parts: Sequence[TensorPart], spec: ParamSpec, *, quantized: bool) -> list[int]:
-    """Return the shape that a tensor of these parts has in a file.
+def _file_shape(found: TensorInfo, parts: Sequence[TensorPart], spec: ParamSpec) -> list[int]:
+    """Return the shape that a tensor of these parts has in a file, with the dimensions of 1 that the one there has.
 
     All outputs are one dimension there, as are all inputs. A tensor of all experts has the experts as its first
     dimension; one with the weights of all heads has them one after the other. Without inputs it is a vector, unless it
     is a table.
     """
-    shapes = [_joined(part, spec, quantized=quantized) for part in parts]
-    return [sum(shape[0] for shape in shapes), *shapes[0][1:]]
+    shapes = [_joined(part, spec, quantized=found.quantized) for part in parts]
+    shape = [sum(shape[0] for shape in shapes), *shapes[0][1:]]
+    for axis, size in enumerate(found.shape):
+        if size == 1 and len(shape) < len(found.shape):
+            shape.insert(axis, 1)
+    return shape
 
 
 def _joined(part: TensorPart, spec: ParamSpec, *, quantized: bool) -> list[int]:

@@ -73,6 +73,25 @@ def llama(dtype: str, **changes: Any) -> Json:
 
 QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "use_sliding_window": False}
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "use_sliding_window": False}
+DELTA_NETS = {
+    "full_attention_interval": 2,
+    "linear_key_head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_value_head_dim": 32,
+    "num_hidden_layers": 2,
+    "partial_rotary_factor": 0.25,
+}
+QWEN3_NEXT = {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "moe_intermediate_size": 128,
+    "num_experts": 2,
+    "num_experts_per_tok": 2,
+    "shared_expert_intermediate_size": 128,
+    **DELTA_NETS,
+}
+QWEN3_5 = {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", **DELTA_NETS}
 PHI3 = {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "pad_token_id": 2, "head_dim": None}
 GLM4 = {
     "attention_bias": True,
@@ -323,6 +342,11 @@ MODELS: dict[str, Fixture] = {
         },
         but("lm_head|down_proj", fp8_in("block", torch.bfloat16, "weight_scale_inv")),
     ),
+    "awq_qwen3_5": Fixture(
+        llama(BF16, **QWEN3_5, intermediate_size=128),
+        awq_config(32, ["lm_head", "in_proj_a", "in_proj_b"]),
+        but("lm_head|in_proj_[ab]$", lambda _, w: awq(w, 32)),
+    ),
     "fbgemm_fp8": Fixture(
         llama(BF16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64),
         {"activation_scale_ub": 1200.0, "modules_to_not_convert": FBGEMM_SKIPPED, "quant_method": "fbgemm_fp8"},
@@ -396,6 +420,11 @@ MIXTURES: dict[str, Fixture] = {
         llama(BF16, **QWEN3_MOE, num_experts=4),
         BLOCKS_128 | {"modules_to_not_convert": ["lm_head", "model.layers.0.mlp.gate"]},
         but("lm_head|gate$", fp8_in("block", torch.bfloat16, "weight_scale_inv")),
+    ),
+    "qwen3_next_fp8_blocks": Fixture(
+        llama(BF16, **QWEN3_NEXT),
+        BLOCKS_128 | {"modules_to_not_convert": ["lm_head", "mlp.gate", "shared_expert_gate", "in_proj_ba"]},
+        but("lm_head|gate$|in_proj_ba$", fp8_in("block", torch.bfloat16, "weight_scale_inv")),
     ),
     "deepseek_v3_fp8_blocks": Fixture(
         llama(BF16, **DEEPSEEK_V3),

@@ -16,9 +16,9 @@ from tests.selection import grid
 
 ROOT = Path(__file__).parents[2]
 
-QUICK = ["llama3/4", "olmo2/4", "glm4/2", "gemma4/4", "deepseek_v3/4"]
+QUICK = ["llama3/4", "olmo2/4", "glm4/2", "gemma4/4", "deepseek_v3/4", "qwen3_next/4"]
 """KV heads that shards share; norms over the heads of all shards besides; reordered heads, fused tensors, biases;
-layers that reuse keys and values, and a second table; latent rows that every shard has."""
+layers that reuse keys and values, and a second table; latent rows that every shard has; key heads with their groups."""
 QUANTIZED = ["quantized/awq_glm4/2", "quantized/gptq_act_order/4", "packed:quantized/gptq_8bit_asymmetric/2"]
 """Reordered heads; inputs in another order, which are not divided, and shared heads; strips and blocks of a CPU."""
 MIXTURES = ["mixtral/4/2/1", "glm4_moe/1/1/4", "gpt_oss/2/1/2", "gemma4_moe/2/2/1"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -48,11 +48,15 @@ _ARCHITECTURES = {
     "Qwen2MoeForCausalLM": "QWEN2MOE",
     "Qwen3ForCausalLM": "QWEN3",
     "Qwen3MoeForCausalLM": "QWEN3MOE",
+    "Qwen3NextForCausalLM": "QWEN3NEXT",
+    "Qwen3_5ForCausalLM": "QWEN35",
+    "Qwen3_5MoeForCausalLM": "QWEN35MOE",
     "SeedOssForCausalLM": "SEED_OSS",
     "SmolLM3ForCausalLM": "SMOLLM3",
     "Starcoder2ForCausalLM": "STARCODER2",
 }
 _PERMUTED = ("llama", "granite", "mistral3", "smollm3")
+_HYBRIDS = ("qwen3next", "qwen35", "qwen35moe")
 _WINDOWED = ("llama", "phi3", "gemma2", "gemma3", "cohere2", "olmo2", "exaone4", "gpt-oss")
 # Metadata, and the field that it comes from: the first that a config has
 _FIELDS = {
@@ -70,7 +74,7 @@ _FIELDS = {
     "expert_shared_count": ("n_shared_experts",),
     "expert_weights_scale": ("routed_scaling_factor",),
     "leading_dense_block_count": ("first_k_dense_replace",),
-    "nextn_predict_layers": ("num_nextn_predict_layers",),
+    "nextn_predict_layers": ("num_nextn_predict_layers", "mtp_num_hidden_layers"),
     "attention.head_count": ("num_attention_heads",),
     "attention.head_count_kv": ("num_key_value_heads", "num_attention_heads"),
     "attention.key_length": ("head_dim",),
@@ -83,8 +87,11 @@ _FIELDS = {
     "logit_scale": ("logits_scaling", "logit_scale"),
     "attn_logit_softcapping": ("attn_logit_softcapping",),
     "final_logit_softcapping": ("final_logit_softcapping",),
-    "ssm.conv_kernel": ("mamba_d_conv",),
-    "ssm.state_size": ("mamba_d_state",),
+    "ssm.conv_kernel": ("mamba_d_conv", "linear_conv_kernel_dim"),
+    "ssm.state_size": ("mamba_d_state", "linear_key_head_dim"),
+    "ssm.group_count": ("linear_num_key_heads",),
+    "ssm.time_step_rank": ("linear_num_value_heads",),
+    "full_attention_interval": ("full_attention_interval",),
 }
 
 
@@ -144,8 +151,12 @@ def from_golden(
     values = {**_metadata(config, architecture), **scaling, **keys}
     values = {key: value for key, value in values.items() if value is not None}
     names = get_tensor_name_map(arch, values["block_count"])
+    # The package doesn't know yet that the converter writes those of Qwen3.5
+    drafts = get_tensor_name_map(MODEL_ARCH.GLM4_MOE, values["block_count"])
     tensors: Tensors = {key: (data, None) for key, data in (rope_tensors | dict(extra)).items()}
     weights = _stacked(_weights(name))
+    if "linear_num_key_heads" in config:
+        weights = dict(_delta_nets(weights, config))
     for hf_name in [key for key in weights if ".kv_b_proj." in key]:
         kv_b = weights.pop(hf_name).reshape(config["num_attention_heads"], -1, config["kv_lora_rank"])
         of_keys, of_values = np.split(kv_b, [config["qk_nope_head_dim"]], axis=1)
@@ -158,7 +169,7 @@ def from_golden(
                 weight = permuted(weight, count)
         if architecture.startswith("gemma") and hf_name.endswith("norm.weight"):
             weight = weight.astype(np.float32) + np.float32(1)
-        gguf_name = names.get_name(hf_name, try_suffixes=(".weight", ".bias"))
+        gguf_name = names.get_name(hf_name, try_suffixes=(".weight", ".bias")) or drafts.get_name(hf_name, (".weight",))
         assert gguf_name is not None, hf_name
         block = GGML_QUANT_SIZES[kind][0] if kind else 1
         fits = gguf_name.endswith(".weight") and weight.ndim > 1 and weight.shape[-1] % block == 0
@@ -209,6 +220,54 @@ def _stacked(weights: dict[str, np.ndarray[Any, Any]]) -> dict[str, np.ndarray[A
     }
 
 
+def _delta_nets(
+    weights: dict[str, np.ndarray[Any, Any]], config: dict[str, Any]
+) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
+    """Yield the weights of a hybrid with the values and the order of value heads that the converter writes."""
+    heads, group = config["linear_num_key_heads"], config["linear_num_value_heads"] // config["linear_num_key_heads"]
+    key_dim, value_dim = config["linear_key_head_dim"], config["linear_value_head_dim"]
+    is_next = config["architectures"] == ["Qwen3NextForCausalLM"]
+
+    def tiled(data: np.ndarray[Any, Any], size: int) -> np.ndarray[Any, Any]:
+        if is_next:
+            return data
+        return data.reshape(heads, group, size, *data.shape[1:]).swapaxes(0, 1).reshape(data.shape)
+
+    drafts = {"fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm"}
+    layer = f"model.layers.{config['num_hidden_layers']}"
+    for hf_name, data in weights.items():
+        name, last = hf_name, hf_name.rpartition("linear_attn.")[2]
+        if name.startswith("mtp."):
+            own = name.removeprefix("mtp.").removeprefix("layers.0.")
+            first = own.partition(".")[0]
+            name = f"{layer}.{own.replace(first, drafts.get(first, first), 1)}".replace(
+                f"{layer}.norm", f"{layer}.shared_head.norm"
+            )
+        if name.endswith("norm.weight") and ".linear_attn." not in name:
+            data = data + np.float32(1)
+        if last == "A_log":
+            data = -np.exp(tiled(data, 1))
+        elif last == "dt_bias":
+            name, data = name.replace("dt_bias", "dt_proj.bias"), tiled(data, 1)
+        elif last in ("in_proj_a.weight", "in_proj_b.weight"):
+            data = tiled(data, 1)
+        elif last == "in_proj_z.weight":
+            data = tiled(data, value_dim)
+        elif last == "out_proj.weight":
+            data = tiled(data.T, value_dim).T
+        elif last in ("in_proj_qkv.weight", "conv1d.weight"):
+            keys, values = np.split(data.reshape(len(data), -1), [2 * heads * key_dim])
+            data = np.concatenate([keys, tiled(values, value_dim)])
+        elif last == "in_proj_qkvz.weight":
+            kinds = np.split(
+                data.reshape(heads, -1, data.shape[1]), np.cumsum([key_dim, key_dim, group * value_dim]), 1
+            )
+            q, k, v, z = (kind.reshape(-1, data.shape[1]) for kind in kinds)
+            yield name.replace("qkvz", "z"), z
+            name, data = name.replace("qkvz", "qkv"), np.concatenate([q, k, v])
+        yield name, np.ascontiguousarray(data)
+
+
 def _mxfp4(blocks: np.ndarray[Any, Any], scales: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Return rows of ggml's blocks: the scale, then numbers 0 to 15 in the low and 16 to 31 in the high four bits."""
     numbers = np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(*blocks.shape[:-1], 2, 16)
@@ -242,6 +301,10 @@ def _metadata(config: dict[str, Any], architecture: str) -> dict[str, Any]:
         }
         values |= {"attention.q_lora_rank": config["q_lora_rank"]} if config["q_lora_rank"] else {}
         values |= {"expert_weights_norm": True} if config["norm_topk_prob"] else {}
+    if "linear_num_value_heads" in config:
+        values["ssm.inner_size"] = config["linear_num_value_heads"] * config["linear_value_head_dim"]
+    if architecture.startswith("qwen35"):
+        values["rope.dimension_sections"] = [*_rope(config)["mrope_section"], 0]
     if architecture == "olmoe":
         values["attention.layer_norm_rms_epsilon"] = 1e-5
     local = _rope(config).get("sliding_attention", {"rope_theta": config.get("rope_local_base_freq")})["rope_theta"]
@@ -249,7 +312,7 @@ def _metadata(config: dict[str, Any], architecture: str) -> dict[str, Any]:
         values["rope.freq_base_swa"] = float(local)
     if "layer_types" in config and architecture == "granite":
         values |= {"rope.scaling.finetuned": True, "attention.head_count_kv": [config["num_key_value_heads"]] * 2}
-    if architecture in (*_PERMUTED, "phi3", "glm4", "glm4moe", "cohere2", "minimax-m2"):
+    if architecture in (*_PERMUTED, "phi3", "glm4", "glm4moe", "cohere2", "minimax-m2", *_HYBRIDS):
         values["rope.dimension_count"] = config.get("rotary_dim", _rotated(config))
     window, types = config.get("sliding_window"), config.get("layer_types")
     if architecture in _WINDOWED and window:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,13 @@ from gguf import GGMLQuantizationType as Kind
 from safetensors.numpy import load_file, save_file
 
 from jaxserve.errors import ConfigError
+from jaxserve.layers.delta_net import DeltaNetParams
 from jaxserve.layers.rope import RopeConfig, frequencies
 from jaxserve.model_source import ModelSource, read_config
 from jaxserve.model_source.gguf_architectures import ARCHITECTURES
 from jaxserve.model_source.gguf_metadata import GGUFMetadata
 from jaxserve.models.config import ModelConfig
+from jaxserve.models.draft_heads import mtp
 from jaxserve.models.layout import LaidOutModel
 from jaxserve.models.registry import abstract_params, parse_model_config
 from jaxserve.params import dotted
@@ -27,6 +30,7 @@ from jaxserve.weights import build_params, open_weights, stored_types
 from pallas_kernels.grouped_matmul import Gate
 from pallas_kernels.quantized_matmul import unpack
 from pallas_kernels.target import CPU
+from tests.models.golden import golden_config
 from tests.weights.conftest import GOLDEN, assert_same_params, load_model, on_one_device
 from tests.weights.gguf_converter import from_golden
 
@@ -38,18 +42,25 @@ UNTOLD: dict[str, dict[str, Any]] = {
     "starcoder2": {"windows": (4096, 4096)},
     "olmoe": {"norm_eps": 1e-5},
     "gpt_oss": {"gate": Gate(slope=1.702, limit=7.0, up_offset=1.0)},
+    # The projections of Qwen3-Next are stored as those of Qwen3.5, and the layer that drafts is left out
+    "qwen3_next": {
+        "architecture": "Qwen3_5MoeForCausalLM",
+        "names": golden_config("qwen3_5_moe").names,
+        "draft_layers": 0,
+    },
+    "qwen3_5_moe": {"intermediate_size": 1},
 }
 FIXTURES = (
     "llama2", "llama3", "smollm2", "llama_head_dim", "llama_linear", "llama_yarn", "mistral", "qwen2", "qwen3",
     "gemma2", "gemma3", "phi3", "olmo2", "olmo3", "granite", "granite4", "smollm3", "glm4", "cohere2", "starcoder2",
     "ministral3", "exaone4", "seed_oss", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "glm4_moe",
-    "minimax_m2", "deepseek_v3", "deepseek_v2_lite",
+    "minimax_m2", "deepseek_v3", "deepseek_v2_lite", "qwen3_next", "qwen3_5", "qwen3_5_moe",
 )  # fmt: skip
 
 
 def folder_of(name: str, tmp_path: Path) -> Path:
-    """Return the folder of a fixture; of Qwen2-MoE's a copy without its dense layer, which llama.cpp has no key for."""
-    if name != "qwen2_moe":
+    """Return the folder of a fixture; a copy without its dense layer, which llama.cpp has no key for, if it has one."""
+    if name not in ("qwen2_moe", "qwen3_next"):
         return GOLDEN / name
     config = json.loads((GOLDEN / name / "config.json").read_text()) | {"num_hidden_layers": 1, "mlp_only_layers": []}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -57,6 +68,18 @@ def folder_of(name: str, tmp_path: Path) -> Path:
     kept = {key: data for key, data in weights.items() if not key.startswith(("model.layers.1.", "model.layers.2."))}
     save_file(kept, tmp_path / "model.safetensors")
     return tmp_path
+
+
+def rounded(params: Any) -> Any:
+    """Return parameters with the rates of delta nets in bfloat16, as a fixture has them: a file has exponentials."""
+
+    def of_layer(layer: Any) -> Any:
+        if not isinstance(layer.attention, DeltaNetParams):
+            return layer
+        rate = layer.attention.rate.astype(jnp.bfloat16)
+        return dataclasses.replace(layer, attention=dataclasses.replace(layer.attention, rate=rate))
+
+    return dataclasses.replace(params, layers=tuple(map(of_layer, params.layers)))
 
 
 def plain(config: ModelConfig, context: int) -> dict[str, Any]:
@@ -84,7 +107,7 @@ def test_a_model_converted_to_gguf_is_the_same_model(tmp_path: Path, name: str) 
     for context in (8, 128):
         expected, found = plain(original, context) | UNTOLD.get(name, {}), plain(read, context)
         assert {key: approximately(value) for key, value in expected.items()} == found
-    assert_same_params(load_model(gguf), load_model(folder))
+    assert_same_params(*map(rounded, (load_model(gguf), load_model(folder))))
 
 
 @pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_0], ids=lambda kind: kind.name)
@@ -104,6 +127,46 @@ def test_blocks_stay_packed(tmp_path: Path, name: str, kind: Kind) -> None:
     for layer, precise in zip(params.layers, exact.layers):
         np.testing.assert_array_equal(unpack(layer.attention.qkv), precise.attention.qkv)
         np.testing.assert_array_equal(unpack(layer.mlp.up), precise.mlp.up)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
+def test_blocks_of_delta_nets_stay_packed(tmp_path: Path, name: str) -> None:
+    """The columns of a projection are in the file's order of value heads, too."""
+    source = ModelSource(from_golden(name, tmp_path / "m.gguf", Kind.Q8_0), "gguf", name)
+    config = parse_model_config(read_config(source))
+    dtype = np.dtype(jnp.bfloat16)
+    abstract = abstract_params(LaidOutModel(config), dtype)
+    made = choose_weights("auto", abstract, stored_types(source, config), "gguf", target=CPU, dtype=dtype)
+    tree = hold_weights(abstract, made.forms)
+    params = build_params(tree, on_one_device(tree), open_weights(source, tree, dense=abstract))
+    own, exact = params.layers[0].attention, load_model(source).layers[0].attention
+    np.testing.assert_array_equal(unpack(own.qkvz), exact.qkvz)
+    np.testing.assert_array_equal(unpack(own.output), exact.output.reshape(len(exact.output), -1))
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
+def test_the_layer_that_drafts_follows_the_model(tmp_path: Path, name: str) -> None:
+    """It has the tensors of a layer with attention, and of what joins embeddings and hidden states."""
+    folder = tmp_path / "m"
+    folder.mkdir()
+    shutil.copy(GOLDEN / name / "config.json", folder)
+    weights = load_file(GOLDEN / name / "model.safetensors")
+    config = golden_config(name)
+    last, norm = f"model.layers.{config.num_layers - 1}.", weights["model.norm.weight"]
+    drafts = {key.replace(last, "mtp.layers.0."): data for key, data in weights.items() if key.startswith(last)}
+    norms = {
+        f"mtp.{each}.weight": norm + i for i, each in enumerate(("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding"))
+    }
+    joined = {"mtp.fc.weight": np.concatenate([weights["model.embed_tokens.weight"][:32]] * 2, axis=1)}
+    save_file(weights | drafts | norms | joined, folder / "model.safetensors")
+    gguf = from_golden(folder, tmp_path / "m.gguf")
+    head = LaidOutModel(mtp.config_of(config))
+    abstract = abstract_params(head, np.dtype(np.float32))
+    found = [
+        build_params(abstract, on_one_device(abstract), open_weights(source, abstract, part=mtp.prefix_of(config)))
+        for source in (ModelSource(gguf, "gguf", "m"), ModelSource(folder, "folder", "m"))
+    ]
+    assert_same_params(*found)
 
 
 def test_keys_and_values_of_latent_attention_may_be_one_tensor(tmp_path: Path) -> None:
