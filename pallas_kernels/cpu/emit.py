@@ -9,8 +9,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 from pallas_kernels.cpu.types import BF16, F32, I1, I16, I32, I64, PTR, Number, Type
+
+FunctionForm = Literal["public", "internal", "apart"]
+"""LLVM may copy an internal function into its callers, but not one that is apart."""
+_FORMS = {
+    "public": ("", "nounwind"),
+    "internal": ("internal ", "nounwind"),
+    "apart": ("internal ", "nounwind noinline"),
+}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -85,16 +94,10 @@ class Module:
         self._declared: dict[str, str] = {}
 
     def function(
-        self,
-        name: str,
-        arguments: Sequence[Type],
-        result: Type | None = None,
-        *,
-        public: bool = False,
-        inline: bool = True,
+        self, name: str, arguments: Sequence[Type], result: Type | None = None, *, form: FunctionForm = "internal"
     ) -> Function:
-        """Return a new function without instructions; `ret` must end it. `inline` lets LLVM copy it into its callers."""
-        function = Function(self, name, arguments, result, public, inline)
+        """Return a new function without instructions; `ret` must end it."""
+        function = Function(self, name, arguments, result, form)
         self._functions.append(function)
         return function
 
@@ -111,19 +114,12 @@ class Function:
     """One function; each instruction is appended to its current basic block."""
 
     def __init__(
-        self,
-        module: Module,
-        name: str,
-        arguments: Sequence[Type],
-        result: Type | None,
-        public: bool,
-        inline: bool,
+        self, module: Module, name: str, arguments: Sequence[Type], result: Type | None, form: FunctionForm
     ) -> None:
         self.module = module
         self.name = name
         self.result = result
-        self._linkage = "" if public else "internal "
-        self._attributes = "nounwind" if inline else "nounwind noinline"
+        self._linkage, self._attributes = _FORMS[form]
         self._stack: list[str] = []
         self._lines: list[str] = []
         self._count = 0

@@ -67,9 +67,10 @@ def tanh(f: Function, x: Value) -> Value:
 
 
 def sigmoid(f: Function, x: Value, features: frozenset[str]) -> Value:
-    """Return `1 / (1 + exp(-x))` of 16 numbers, with a relative error of 4e-7 for x above -10, 3e-6 up to -87; 1e-38 below.
+    """Return `1 / (1 + exp(-x))` of 16 numbers; 1e-38 below -87.
 
-    Its chain of instructions is short, as each waits for the one before.
+    The relative error is 4e-7 for x above -10, and up to 3e-6 below. Each instruction waits for the one before, so
+    there are few.
     """
     held = f.maximum(f.minimum(x, -_LOWEST), _LOWEST)
     scale, rounder = f.constant(x.type, -_LOG2_E), f.constant(x.type, ROUNDER)

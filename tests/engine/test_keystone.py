@@ -106,7 +106,7 @@ def _random_engine(
     if states:
         block = rng.choice([1, 2, 4, 8])
         num_states = num_slots + rng.choice([0, 1, 2, num_slots, 40])
-        unit = math.lcm(block, page_size)
+        unit = math.lcm(block, page_size) * rng.choice([1, 1, 2])
         capacity = msgspec.structs.replace(capacity, num_states=num_states, state_unit=unit, state_block=block)
     scheduler = Scheduler(
         capacity,
@@ -283,10 +283,11 @@ def test_tokens_are_those_of_each_request_alone(
     # How long a grammar takes changes what happens, so that nothing certain can be asked of it
     assert preempted > 3 or constrained, "these seeds cause no retractions"
     assert num_refused or constrained, "these seeds refuse no requests"
-    assert hits > 40 or constrained, "these seeds cause no cache hits"
+    assert hits > (10 if states else 40) or constrained, "these seeds cause no cache hits"
     assert loaded > 2 or constrained or not tiered or states, "these seeds load nothing from host memory"
-    if states:
-        print(states_found, states_evicted, states_loaded, recomputed, loaded)
+    if states and not constrained:
+        assert min(states_found, states_evicted, recomputed) > 10, "these seeds hardly use snapshots of states"
+        assert states_loaded > 0 or not tiered, "these seeds load no state from host memory"
     assert aborted_running > 0 or constrained, "these seeds abort no running request"
 
 

@@ -4,6 +4,8 @@ The events have the fields and names of vLLM 0.32 on the wire, where a page is a
 made from the hashes of all pages before it and from the page's tokens, and is the same in every process. The recorder
 keeps the hash of each page of the first KV group, and of each copy in host memory. The radix cache and the host tier
 tell it what changes; it changes neither.
+
+In a model that keeps a state for each sequence, a page can be found if a state is at the end of its node or below.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 
 import msgspec
 
-from jaxserve.engine.kv_cache.radix_node import RadixNode
+from jaxserve.engine.kv_cache.radix_node import RadixNode, path_to
+from jaxserve.engine.kv_cache.state_pool import SnapshotOwner
 
 ON_DEVICE, IN_HOST_MEMORY = "GPU", "CPU"
 """The values of `medium`."""
@@ -56,10 +59,14 @@ CacheEvent = PagesStored | PagesRemoved | CacheCleared
 
 
 class CacheEventRecorder:
-    """The hashes of the pages and copies of one prefix cache, and the events since the last `take`."""
+    """The hashes of the pages and copies of one prefix cache, and the events since the last `take`.
 
-    def __init__(self, page_size: int) -> None:
+    With `needs_states`, it tells only of pages from whose node on, or below it, a state is there.
+    """
+
+    def __init__(self, page_size: int, *, needs_states: bool = False) -> None:
         self._page_size = page_size
+        self._needs_states = needs_states
         self._pages: dict[int, bytes] = {}
         self._slots: dict[int, bytes] = {}
         self._namespaces: dict[RadixNode | None, Hashable] = {}
@@ -76,8 +83,10 @@ class CacheEventRecorder:
 
     def stored(self, node: RadixNode, start: int = 0) -> None:
         """Record that the pages of `node` from index `start` on are on the device; those before them are known."""
+        if self._is_hidden(node):
+            return
         before = self._before(node, start)
-        digests = [self._slots[slot] for slot in node.host_slots[start:]]
+        digests = [self._slots[slot] for slot in node.host_slots[start:] if slot in self._slots]
         more = node.tokens[(start + len(digests)) * self._page_size :]
         digests += self._chain(digests[-1] if digests else before, more)
         self._pages.update(zip(node.pages[start:], digests, strict=True))
@@ -86,7 +95,7 @@ class CacheEventRecorder:
     def saved(self, node: RadixNode, start: int) -> None:
         """Record that the pages of `node` from index `start` on have copies in host memory, as far as it has slots."""
         slots = node.host_slots[start:]
-        if slots:
+        if slots and not self._is_hidden(node):
             digests = [self._pages[page] for page in node.pages[start : start + len(slots)]]
             self._slots.update(zip(slots, digests))
             self._add(node, start, self._before(node, start), digests, IN_HOST_MEMORY)
@@ -98,6 +107,24 @@ class CacheEventRecorder:
     def dropped(self, slots: Sequence[int]) -> None:
         """Record that the copies of consecutive pages are no longer in host memory."""
         self._remove(self._slots, slots, IN_HOST_MEMORY)
+
+    def count_state(self, owner: SnapshotOwner, change: int) -> None:
+        """Record that a node got or lost a state."""
+        if not isinstance(owner, RadixNode):
+            return
+        changed = []
+        for node in path_to(owner):
+            node.num_states += change
+            if node.num_states == max(change, 0):
+                changed.append(node)
+        if change < 0:
+            for node in changed:
+                self.evicted(node.pages)
+                self.dropped(node.host_slots)
+            return
+        for node in reversed(changed):
+            self.stored(node)
+            self.saved(node, 0)
 
     def clear(self) -> None:
         """Record that all nodes were removed from the tree."""
@@ -116,6 +143,8 @@ class CacheEventRecorder:
 
         The hashes of a large tree are only calculated again for a part of it, as that takes longer than a step.
         """
+        miscounted = sum(node.num_states != _num_states(node) for node in nodes) if self._needs_states else 0
+        nodes = [node for node in nodes if not self._is_hidden(node)]
         pages = {page for node in nodes for page in node.pages}
         slots = {slot for node in nodes for slot in node.host_slots}
         places = (("on the device", self._pages, pages), ("in host memory", self._slots, slots))
@@ -125,6 +154,7 @@ class CacheEventRecorder:
             for place, told, held in places
             if told.keys() != held
         ]
+        problems += [f"{miscounted} cached runs have another number of states than counted"] if miscounted else []
         left = 0 if problems else _MAX_HASHED_PAGES
         for node in nodes:
             if left <= 0:
@@ -135,6 +165,9 @@ class CacheEventRecorder:
             if told != digests or [self._slots[slot] for slot in node.host_slots] != digests[: len(node.host_slots)]:
                 problems.append(f"a cached run of {node.length} pages has other hashes in the events than its tokens")
         return problems
+
+    def _is_hidden(self, node: RadixNode) -> bool:
+        return self._needs_states and not node.num_states
 
     def _chain(self, before: bytes, tokens: Sequence[int]) -> Iterator[bytes]:
         """Yield the digests of whole pages of tokens that follow the page with the digest `before`."""
@@ -177,8 +210,16 @@ class CacheEventRecorder:
 
     def _remove(self, digests: dict[int, bytes], numbers: Iterable[int], medium: str) -> None:
         # The last page first, so that no page is told of whose beginning is gone.
-        hashes = [_as_hash(digests.pop(number)) for number in reversed(list(numbers))]
-        self._events.append(PagesRemoved(hashes, medium, group_idx=0))
+        known = [number for number in numbers if not self._needs_states or number in digests]
+        hashes = [_as_hash(digests.pop(number)) for number in reversed(known)]
+        if hashes:
+            self._events.append(PagesRemoved(hashes, medium, group_idx=0))
+
+
+def _num_states(node: RadixNode) -> int:
+    """Return the number of states at the end of a node and below, if those of its children are counted."""
+    own = sum(row is not None for row in node.states)
+    return own + sum(child.num_states for child in node.children.values())
 
 
 def _salt(namespace: Hashable) -> str:

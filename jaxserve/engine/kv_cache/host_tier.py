@@ -41,7 +41,7 @@ class HostTier:
         num_states: int = 0,
     ) -> None:
         self.windows = tuple(windows)
-        self.states = StatePool(num_states, IN_HOST_MEMORY)
+        self.states = StatePool(num_states, IN_HOST_MEMORY, None if recorder is None else recorder.count_state)
         self.recorder = recorder
         self._slots = PagePool(num_pages, page_size)
         self._writes_through = num_pages > 0 and policy == "write_through"

@@ -80,19 +80,16 @@ class PrefixStates:
             pool.use(base)
             pool.hold(base)
         source = base.states[ON_DEVICE]
-        if source is None and self.pool.num_available > 1:
+        if source is None:
             source = self.take()
             assert source is not None
             self._tier.load_state(base, source)
             self.pool.give(base, source)
             self.pool.hold(base)
         own = self.take()
-        if own is None:  # the snapshot has the only row; nothing else reads it in this plan
+        if own is None:  # the snapshot has the only row, and nothing else reads it in this plan
             self._tier.save_state(base)
-            own = source = self.pool.take_from(base)
-        elif source is None:
-            self._tier.load_state(base, own)
-            source = own
+            own = self.pool.take_from(base)
         return StartRows(source, own), known
 
     def start_plan(self) -> None:
@@ -119,11 +116,10 @@ class PrefixStates:
         if node is not None:
             self.pool.use(node)
 
-    def split(self, *nodes: RadixNode) -> None:
-        """Record that nodes are the parts of one that was split."""
-        for node in nodes:
-            self.pool.move(node)
-            self._tier.states.move(node)
+    def moved(self, node: RadixNode) -> None:
+        """Record that a node has taken over the states of a node that was split."""
+        self.pool.move(node)
+        self._tier.states.move(node)
 
     def check(self, requests: Sequence[StateOwner], nodes: Sequence[RadixNode]) -> list[str]:
         """Return the inconsistencies found, as sentences; `requests` run and have a row each."""

@@ -361,6 +361,7 @@ class RadixCache:
         upper.locks = node.locks
         upper.last_used = node.last_used
         upper.num_resident_children = int(bool(node.pages))
+        upper.num_states = node.num_states
         parent.children[tuple(upper.tokens[:size])] = upper
         node.tokens, node.parent = node.tokens[length * size :], upper
         node.pages, node.host_slots = node.pages[length:], node.host_slots[length:]
@@ -379,7 +380,7 @@ class RadixCache:
         tail = node.split_tail(length, self._page_size)
         self.windows.split(node, tail)
         if self.states is not None:
-            self.states.split(tail)
+            self.states.moved(tail)
         return tail
 
     def _update_lru(self, node: RadixNode) -> None:

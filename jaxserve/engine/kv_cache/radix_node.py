@@ -23,7 +23,8 @@ class RadixNode:
 
     `windows` has a list of pages for each KV group with a window, and then a list of host slots for each, all for the
     end of the run. A host-only node has no window pages on the device. `states` are the rows that have the state of a
-    sequence at the end of the run, on the device and in host memory; a node that has one doesn't grow.
+    sequence at the end of the run, on the device and in host memory; a node that has one doesn't grow. If events are
+    recorded, `num_states` counts those rows, and the ones of all nodes below.
     """
 
     __slots__ = (
@@ -33,6 +34,7 @@ class RadixNode:
         "last_used",
         "locks",
         "num_resident_children",
+        "num_states",
         "pages",
         "parent",
         "states",
@@ -54,6 +56,7 @@ class RadixNode:
         self.host_slots = host_slots or []
         self.windows = windows or []
         self.states: list[int | None] = [None, None]
+        self.num_states = 0
         self.children: dict[Key, RadixNode] = {}
         self.num_resident_children = 0
         self.locks = 0
@@ -122,6 +125,7 @@ class RadixNode:
         tail.last_used, tail.children = self.last_used, self.children
         tail.num_resident_children = self.num_resident_children
         tail.states, self.states = self.states, tail.states
+        tail.num_states = self.num_states
         for child in tail.children.values():
             child.parent = tail
         del self.tokens[at:], self.pages[length:], self.host_slots[length:]

@@ -25,13 +25,17 @@ class StatePool:
     """`num_states` rows in one `place`. Owners keep their snapshot's row in `states[place]`.
 
     If no row is free, the least recently used snapshot gives up its row. Rows that the plan being made reads or writes
-    are held until the next plan, so that no other sequence gets them in the same step.
+    are held until the next plan, so that no other sequence gets them in the same step. `count` is told of an owner that
+    gets a snapshot (1) or loses it (-1).
     """
 
-    def __init__(self, num_states: int, place: int = ON_DEVICE) -> None:
+    def __init__(
+        self, num_states: int, place: int = ON_DEVICE, count: Callable[[SnapshotOwner, int], None] | None = None
+    ) -> None:
         self.num_states = num_states
         self.num_evicted = 0
         self._place = place
+        self._count = count
         self._free = list(range(num_states - 1, -1, -1))
         self._snapshots: OrderedDict[int, SnapshotOwner] = OrderedDict()
         self._held: set[int] = set()
@@ -76,6 +80,8 @@ class StatePool:
         assert row is not None
         owner.states[self._place] = None
         del self._snapshots[row]
+        if self._count is not None:
+            self._count(owner, -1)
         return row
 
     def release(self, row: int) -> None:
@@ -88,6 +94,8 @@ class StatePool:
         assert owner.states[self._place] is None
         owner.states[self._place] = row
         self._snapshots[row] = owner
+        if self._count is not None:
+            self._count(owner, 1)
 
     def use(self, owner: SnapshotOwner) -> None:
         """Record that the snapshot of `owner`, if it has one, was used."""

@@ -14,8 +14,8 @@ import enum
 from jaxserve.api_types import EngineRequest, FinishReason, SamplingParams, TokenEvent, TokenLogprobs, Usage
 from jaxserve.engine.kv_cache.radix_node import RadixNode
 from jaxserve.engine.scheduling.grammars import RequestGrammar
+from jaxserve.engine.scheduling.state_row import StateRow
 from jaxserve.engine.scheduling.thinking import ThinkingCounter
-from jaxserve.step_plan import Capacity
 
 
 class Phase(enum.Enum):
@@ -24,39 +24,6 @@ class Phase(enum.Enum):
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
-
-
-class RequestState:
-    """The `row` of a running request in a model with states, and the border at which its state is.
-
-    After the last planned step, `certain` tokens can't be rejected, or up to `unsure` fewer: drafts of steps before it.
-    Snapshots of the prompt are `due` at these borders. The last one was taken at `last_snapshot`, or the request
-    `started_at` it. `states` has the row of a snapshot that the request keeps until it stops.
-    """
-
-    __slots__ = ("certain", "due", "last_snapshot", "row", "started_at", "states", "unsure")
-
-    def __init__(self, row: int, num_tokens: int, due: list[int]) -> None:
-        self.row = row
-        self.started_at = self.certain = self.last_snapshot = num_tokens
-        self.unsure = 0
-        self.due = due
-        self.states: list[int | None] = [None, None]
-
-    def border(self, capacity: Capacity) -> int | None:
-        """Return after how many tokens the row has the state, or None if drafts in flight decide it."""
-        most = capacity.folded_tokens(self.certain)
-        return most if capacity.folded_tokens(self.certain - self.unsure) == most else None
-
-    def due_in(self, start: int, end: int) -> list[int]:
-        """Return the borders at which a chunk of tokens `start` to `end` should take a snapshot; it can take one."""
-        return [border for border in self.due if start < border <= end]
-
-    def commit_drafts(self, count: int, accepted: int) -> None:
-        """Count the drafts of the oldest step in flight; those of the last one planned were never certain."""
-        if self.unsure:
-            self.unsure -= count
-            self.certain -= count - accepted
 
 
 class Request:
@@ -175,7 +142,7 @@ class Request:
         self.rank = 0
         self.micro_batch = 0
         self.slot: int | None = None
-        self.state: RequestState | None = None
+        self.state: StateRow | None = None
         self.pages: list[list[int]] = [[]]
         self.passed: list[int] = [0]
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 from jaxserve.engine.kv_cache.radix_cache import RadixCache
 from jaxserve.engine.kv_cache.radix_node import RadixNode
 from jaxserve.engine.kv_cache.state_pool import ON_DEVICE
-from jaxserve.engine.scheduling.request import Request, RequestState
+from jaxserve.engine.scheduling.request import Request
+from jaxserve.engine.scheduling.state_row import StateRow
 from jaxserve.step_plan import Capacity, StateWrite
 
 
@@ -42,7 +43,7 @@ class RequestStates:
         rows, known = self._prefixes.start(node, num_pages)
         borders = num_pages * self._capacity.page_size, request.num_fill_tokens - 1
         due = sorted({border for tokens in borders if (border := tokens // self._unit * self._unit) > known})
-        request.state = RequestState(rows.own, known, due)
+        request.state = StateRow(rows.own, known, due)
         return rows.source, known
 
     def expect_snapshot(self, request: Request, tokens: list[int], least: int) -> bool:
@@ -83,9 +84,9 @@ class RequestStates:
         """
         state, unit = request.state, self._unit
         assert state is not None
-        border = state.border(self._capacity)
+        border = None if unit == self._capacity.state_block else state.border(self._capacity)
         state.certain, state.unsure = num_tokens, request.num_unverified_tokens
-        if unit == self._capacity.state_block or border is None or border % unit or border <= state.last_snapshot:
+        if border is None or border % unit or border <= state.last_snapshot:
             return None
         if self._capacity.folded_tokens(num_tokens) == border:
             return None
@@ -113,7 +114,7 @@ class RequestStates:
             found = found or node is not None
             self._prefixes.take_over(node, row)
 
-    def _snapshot_border(self, state: RequestState, start: int, end: int) -> int:
+    def _snapshot_border(self, state: StateRow, start: int, end: int) -> int:
         """Return the border at which a chunk of tokens `start` to `end` takes a snapshot, or 0."""
         if due := state.due_in(start, end):
             return due[0]

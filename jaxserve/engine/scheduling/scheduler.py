@@ -87,7 +87,8 @@ class Scheduler:
         self._capacity = capacity
         self._clock = clock
         size, count = capacity.page_size, capacity.num_ranks
-        self._recorders = [CacheEventRecorder(size) for _ in range(count)] if record_cache_events else []
+        recorders = [CacheEventRecorder(size, needs_states=capacity.num_states > 0) for _ in range(count)]
+        self._recorders = recorders if record_cache_events else []
         self._ranks = ranks = [
             _make_rank(
                 index,
@@ -455,7 +456,8 @@ def _make_rank(
         for i, (group, num_pages) in enumerate(zip(groups, num_host_pages[1:]))
     ]
     tier = HostTier(num_host_pages[0] if num_host_pages else 0, size, policy, copies, recorder, num_host_states)
-    states = StatePool(capacity.num_states) if capacity.num_states else None
+    count = None if recorder is None else recorder.count_state
+    states = StatePool(capacity.num_states, count=count) if capacity.num_states else None
     cache = RadixCache(pool, tier, windows, states, disabled=not prefix_cache)
     return Rank(index, capacity, cache, pool, None if states is None else RequestStates(capacity, cache, interval))
 

@@ -154,7 +154,7 @@ def _write_call(call: Call, facts: CpuDelta, features: frozenset[str]) -> None:
     pointers = [one.data for one in (products, gates, conv, rate, bias, out)]
     pointers += [of_layer(index) for index in range(len(states))]
     pointers += [one.data for one in integers]
-    operands = DeltaOperands(*pointers, live, key_heads, item_panels, counters)
+    operands = DeltaOperands._make([*pointers, live, key_heads, item_panels, counters])
     # So that the program computes the same from the output of padding each time
     token_bytes = key_heads * (facts.group * facts.value_dim * size)
     done = int_at(f, query_starts, live)

@@ -72,9 +72,9 @@ def _compute_panels(
     scratch = panel_scratch(f, sizes)
     is_new = row.folded.equals(0)
     size = (last - first) * panel_bytes
-    # Between blocks that another block follows, the state isn't in the pool
-    folds_often = row.end > row.folded + BLOCK
-    states = f.call("malloc", PTR, f.select(is_new, size, f.select(folds_often, size, 0)))
+    # Zeros, and states between blocks, aren't in the pool
+    is_outside = is_new | (row.end > row.folded + BLOCK)
+    states = f.call("malloc", PTR, f.select(is_outside, size, 0))
     f.when(is_new, lambda: clear_bytes(f, states, size))
     source, target, snapshot = (row.state(f, one) for one in (row.source, row.target, row.snapshot))
 

@@ -153,11 +153,9 @@ def prepare_tokens(
         _normalize(f, query, facts.key_dim, facts.key_dim**-0.5)
         _normalize(f, key, facts.key_dim, 1.0)
         keys = f.at(scratch.keys, part.entry * (facts.key_dim * 4))
-        for half in range(2):
-            f.when(
-                i >= half * _HALF,
-                lambda half=half: _multiply_keys(f, scratch, keys, key, query, i, half, facts.key_dim),
-            )
+        # Keys of later tokens aren't needed
+        halves = i // _HALF + 1
+        f.loop(halves, lambda half: _multiply_keys(f, scratch, keys, key, query, i, half, facts.key_dim))
 
     f.loop(part.stop, finish, start=part.start)
 
@@ -174,7 +172,7 @@ def convolve(
 
 def write_convolution(module: Module, facts: CpuDelta, channels: int, features: frozenset[str]) -> None:
     """Add the function that `convolve` calls: within the whole kernel, its constants would not be in registers."""
-    f = module.function(_convolution(facts, channels), [PTR, PTR, I64, I64, PTR], inline=False)
+    f = module.function(_convolution(facts, channels), [PTR, PTR, I64, I64, PTR], form="apart")
     windows, conv, channel_bytes, count, to = f.arguments
 
     def convolve_vector(channel: Value) -> None:
@@ -252,17 +250,19 @@ def _normalize(f: Function, x: Value, dim: int, scale: float) -> None:
 
 
 def _multiply_keys(
-    f: Function, scratch: TokenScratch, keys: Value, key: Value, query: Value, i: Value, half: int, dim: int
+    f: Function, scratch: TokenScratch, keys: Value, key: Value, query: Value, i: Value, half: Value, dim: int
 ) -> None:
     """Store the products of a token's key and query with half of the keys of its block."""
 
+    keys = f.at(keys, half * (_HALF * dim * 4))
+
     def add(d: Value, *sums: Value) -> list[Value]:
         own = [f.load(VECTOR, some, d * 4) for some in (key, query)]
-        others = [f.load(VECTOR, keys, (d + (half * _HALF + j) * dim) * 4) for j in range(_HALF)]
+        others = [f.load(VECTOR, keys, (d + j * dim) * 4) for j in range(_HALF)]
         pairs = [(one, other) for one in own for other in others]
         return [f.fma(*pair, total) for pair, total in zip(pairs, sums, strict=True)]
 
     sums = maths.lane_sums(f, f.loop(dim, add, *[f.constant(VECTOR, 0.0)] * (2 * _HALF), step=LANES))
     for which, to in enumerate((scratch.keys_by_keys, scratch.queries_by_keys)):
         lanes = range(which * _HALF, (which + 1) * _HALF)
-        f.store(f.shuffle(sums, sums, lanes), to, i * VECTOR.nbytes + half * _HALF * 4)
+        f.store(f.shuffle(sums, sums, lanes), to, i * VECTOR.nbytes + half * (_HALF * 4))

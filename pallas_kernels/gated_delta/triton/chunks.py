@@ -233,9 +233,7 @@ class _ChunkRow(NamedTuple):
         old, new = position < at.lens, (position >= at.lens) & (position < at.end)
         entry, token = lax.rem(position, facts.ring), at.token + position - at.lens
         mask = jnp.broadcast_to(old[:, None], (self.chunk, facts.key_dim))
-        kept = plgpu.load(
-            self.old.keys.at[self.row, at.key_head, entry[:, None], lane[None, :]], mask=mask, other=0.0
-        )
+        kept = plgpu.load(self.old.keys.at[self.row, at.key_head, entry[:, None], lane[None, :]], mask=mask, other=0.0)
         keys = kept + unit(self._load_new(token, new, lane + facts.key_dim))
         known = plgpu.load(self.old.decays.at[self.row, at.head, entry], mask=old, other=0.0)
         if self.chunk > BLOCK:
@@ -280,9 +278,7 @@ class _ChunkRow(NamedTuple):
         result = read + dot(self._decayed(tile, dot(q, tile.keys.T, facts), own=True), deltas, facts)
         index = jnp.where(tile.new, token, self.out.shape[0] + lax.iota(jnp.int32, self.chunk))
         mask = jnp.broadcast_to(tile.new[:, None], result.shape)
-        plgpu.store(
-            self.out.at[index[:, None], at.head, at.column[None, :]], result.astype(self.out.dtype), mask=mask
-        )
+        plgpu.store(self.out.at[index[:, None], at.head, at.column[None, :]], result.astype(self.out.dtype), mask=mask)
 
     def _keep_entries(self, tile: _Tile, deltas: Array) -> None:
         """Store the entries of new tokens that the state doesn't have."""

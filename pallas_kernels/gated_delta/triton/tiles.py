@@ -180,9 +180,7 @@ def convolved(
     return (total * lax.logistic(total)).astype(new.products.dtype)
 
 
-def keep_tails(
-    rows: RowRefs, row: Array, at: Place, products: Ref, states: StateRefs, facts: Facts
-) -> None:
+def keep_tails(rows: RowRefs, row: Array, at: Place, products: Ref, states: StateRefs, facts: Facts) -> None:
     """Store the inputs of the convolution before each border at which the state is kept."""
     for wanted, border, to in borders(rows, row, at):
         for mine, channel in own_channels(at, facts):

@@ -15,6 +15,8 @@ from jaxserve.engine.kv_cache.cache_events import (
 from jaxserve.engine.kv_cache.host_tier import HostTier, WritePolicy
 from jaxserve.engine.kv_cache.page_pool import PagePool
 from jaxserve.engine.kv_cache.radix_cache import RadixCache
+from jaxserve.engine.kv_cache.radix_node import RadixNode
+from jaxserve.engine.kv_cache.state_pool import StatePool
 from jaxserve.engine.process.cache_publisher import EventBatch
 from tests.engine.cache_subscriber import CacheSubscriber
 from tests.engine.kv_cache.test_radix_cache import SIZE, _keep
@@ -155,6 +157,41 @@ def test_pages_that_a_flush_has_detached_are_not_removed_again() -> None:
     assert cache.extend(node, [1, 1], pool.allocate(1)) == (node, 0)
     cache.unlock(node)
     assert _taken(cache) == []
+
+
+def test_in_a_model_with_states_pages_are_told_of_up_to_the_last_state() -> None:
+    pool, recorder = PagePool(16, SIZE), CacheEventRecorder(SIZE, needs_states=True)
+    states = StatePool(2, count=recorder.count_state)
+    cache = RadixCache(pool, HostTier(16, SIZE, "write_back", (), recorder, 2), states=states)
+    assert cache.states is not None
+    subscriber = CacheSubscriber()
+
+    def found() -> list[int]:
+        """Return how many pages subscribers find on the device and in host memory."""
+        subscriber.receive(_taken(cache))
+        assert subscriber.hashes == recorder.hashes()
+        return [len(hashes) for hashes in subscriber.hashes.values()]
+
+    def snapshot(count: int) -> RadixNode:
+        node, row = cache.end_of("", TENS[:count]), states.take()
+        assert node is not None
+        assert row is not None
+        cache.states.take_over(node, row)
+        return node
+
+    _keep(pool, cache, TENS)
+    assert found() == [0, 0]
+    middle = snapshot(4)
+    assert found() == [2, 0]
+    assert subscriber.hashes["GPU"] == set(SGLANG_HASHES[:2])
+    end = snapshot(8)
+    assert found() == [4, 0]
+    states.drop(middle)
+    assert found() == [4, 0], "the state at the end needs all pages"
+    cache.evict(4)
+    assert found() == [0, 4]
+    cache.tier.drop_state(end)
+    assert found() == [0, 0]
 
 
 @pytest.mark.parametrize("lost", ["page", "slot", "hash", "copied hash"])

@@ -130,6 +130,14 @@ def test_a_start_takes_the_snapshot_itself_if_there_is_no_other_row() -> None:
     tree.consistent(0)
 
 
+def test_a_snapshot_is_saved_before_a_start_takes_its_row() -> None:
+    tree = Tree(num_states=1, num_copies=1)
+    tree.keep(LONG, 6)
+    assert tree.start(LONG) == (StartRows(0, 0), 6)
+    assert tree.tier.take_copies() == ([(1, 0, 0)], [])
+    assert tree.find(LONG) == (8, 6)
+
+
 def test_the_snapshot_that_began_no_request_for_longest_is_evicted() -> None:
     tree = Tree(num_states=3)
     tree.keep(LONG, 2, 4)
@@ -190,6 +198,7 @@ def test_an_evicted_snapshot_is_saved_and_loaded_again() -> None:
     assert known == 4
     assert tree.tier.take_copies() == ([], [(1, 0, rows.source)])
     assert rows.source == _row_of(tree, LONG[:4], 0) != rows.own
+    assert tree.states.take() is None, "the row that is loaded is read in the same plan"
     tree.consistent(rows.own)
 
 

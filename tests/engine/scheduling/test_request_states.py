@@ -14,13 +14,15 @@ import msgspec
 
 from jaxserve.api_types import EngineRequest, TokenEvent
 from jaxserve.engine.core.loop import EngineLoop
-from jaxserve.engine.scheduling.request import RequestState
+from jaxserve.engine.kv_cache.radix_node import descendants
 from jaxserve.engine.scheduling.scheduler import Scheduler
-from jaxserve.step_plan import Capacity, Chunk, SlotOpen, StateWrite
+from jaxserve.engine.scheduling.state_row import StateRow
+from jaxserve.engine.speculation.speculation import DraftedRequest
+from jaxserve.step_plan import Capacity, Chunk, SlotOpen, StateWrite, StepResult
 from tests.drafts import AnyLengths
 from tests.engine.conftest import make_capacity, make_request
 from tests.engine.fake_executor import FakeExecutor, run_alone
-from tests.engine.scheduling.test_scheduler import make_scheduler
+from tests.engine.scheduling.test_scheduler import answer, make_scheduler, planned
 
 PREFIX = list(range(20))
 
@@ -159,6 +161,20 @@ def test_a_running_request_keeps_one_row_of_a_border_of_pages() -> None:
     assert server.scheduler.stats().num_state_snapshots == 1
 
 
+def test_of_two_rows_of_a_request_that_ends_the_last_one_becomes_a_snapshot() -> None:
+    server = Server(page_size=8, block=2)
+    one = request("a", PREFIX[:3], max_tokens=14)
+    assert server.cached(one, request("b", [*PREFIX[:3], *run_alone(one, 512).token_ids])) == [0, 16]
+    assert server.scheduler.stats().state_snapshots_taken == 1, "and none of the row at 8"
+
+
+def test_a_border_that_has_a_snapshot_is_not_kept_again() -> None:
+    server = Server(page_size=8, block=2)
+    server.cached(request("a", PREFIX[:17]), request("b", [60]))
+    assert server.snapshots("a") == [16]
+    assert [chunk.state for name in "ab" for chunk in server.chunks(name)[1:]] == [None] * 10
+
+
 def test_a_kept_row_is_given_up_for_a_request_that_starts() -> None:
     server = Server(page_size=8, block=2, states=4)
     running = [request(str(i), [i] * 3, max_tokens=40) for i in range(4)]
@@ -170,6 +186,15 @@ def test_a_kept_row_is_given_up_for_a_request_that_starts() -> None:
         server.loop.add(one)
     server.loop.step()
     assert server.scheduler.num_running == 4
+
+
+def test_the_row_that_a_request_leaves_is_not_given_away_in_the_same_plan() -> None:
+    for num_steps in range(1, 14):
+        server = Server(page_size=8, block=2, states=2, sizes={"num_slots": 2})
+        server.loop.add(request("a", PREFIX[:3], max_tokens=30))
+        for _ in range(num_steps):
+            server.loop.step()
+        server.serve(request("b", [60]))
 
 
 def test_a_branching_point_is_found_by_the_third_request() -> None:
@@ -259,6 +284,19 @@ def test_log_probabilities_of_a_prompt_compute_it_from_the_beginning() -> None:
     assert server.scheduler.stats().state_recomputed_tokens == 0
 
 
+def test_pages_that_no_request_has_locked_get_no_snapshot() -> None:
+    """They may be evicted for the same plan, which would give the row away while a step writes it."""
+    server = Server()
+    one = request("a", PREFIX)
+    server.cached(one)
+    states = server.scheduler._ranks[0].cache.states
+    assert states is not None
+    for node in descendants(server.scheduler._ranks[0].cache._roots["", False]):
+        states.pool.drop(node)
+    server.cached(request("b", PREFIX, prompt_logprobs=0), request("c", PREFIX))
+    assert (server.snapshots("b"), server.snapshots("c")) == ([], [16])
+
+
 def test_without_a_cache_no_snapshot_is_taken() -> None:
     server = Server(prefix_cache=False)
     assert server.cached(request("a", PREFIX), request("b", PREFIX)) == [0, 0]
@@ -322,22 +360,45 @@ def test_one_row_for_each_slot_is_enough() -> None:
     assert server.scheduler.num_running == 0
 
 
-def _border(state: RequestState) -> int | None:
+def _border(state: StateRow) -> int | None:
     return state.border(Capacity(**{**msgspec.structs.asdict(make_capacity()), "state_block": 16}))
 
 
 def test_the_border_of_a_sequence_with_drafts() -> None:
-    state = RequestState(0, 0, [])
-    state.certain, state.unsure = 31, 0  # a step that verifies 4 drafts after 30 tokens
-    assert _border(state) == 16
-    state.commit_drafts(4, 4)
-    assert _border(state) == 16, "the last step leaves its accepted drafts to the next one"
-    state.certain, state.unsure = 36, 4  # the next step is planned before the first one's drafts are known
+    state = StateRow(0, 0, [])
+    state.certain, state.unsure = 32, 0  # a step that verifies 4 drafts after 31 tokens
+    assert _border(state) == 32
+    state.commit_drafts(4, 0)
+    assert _border(state) == 32, "the drafts of the last step were never certain"
+    state.certain, state.unsure = 37, 4  # the next step is planned before those of the first one are known
     assert _border(state) == 32
     state.certain = 35
     assert _border(state) is None
     state.commit_drafts(4, 0)
     assert _border(state) == 16
+
+
+class FourDrafts(AnyLengths):
+    """Verifies drafts of four tokens in each step."""
+
+    def choose(self, ranks: Sequence[Sequence[DraftedRequest]]) -> list[int] | None:
+        return [4] * 16
+
+
+def test_drafts_that_were_rejected_and_those_of_the_last_step_are_not_in_the_state() -> None:
+    capacity = Server(block=1, page_size=1, max_drafts=4).capacity
+    scheduler = make_scheduler(capacity=capacity, speculation=FourDrafts(capacity, random.Random(0)))
+    scheduler.add(request("a", PREFIX[:8], max_tokens=100))
+    prompt = planned(scheduler)
+    scheduler.commit(prompt, answer(prompt))
+    first, second = planned(scheduler), planned(scheduler)
+    scheduler.commit(first, StepResult(tokens=[[1]], logprobs={}, prompt_logprobs={}, drafts=[(1, 0)]))
+    scheduler.commit(second, StepResult(tokens=[[1] * 5], logprobs={}, prompt_logprobs={}, drafts=[(4, 4)]))
+    scheduler.abort("a")
+    assert scheduler.check_integrity() == []
+    known = [*PREFIX[:8], *[1] * 7]
+    found = scheduler._ranks[0].cache.match_length(("", False), known, len(known))
+    assert found == 10, "8 of the prompt, 1 of the first step, and the first one of the second step"
 
 
 def test_models_without_states_plan_none() -> None:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.cpu import call, maths
+from pallas_kernels.cpu import call, cpu_features, maths
 from pallas_kernels.cpu.emit import Function, Module, Value
 from pallas_kernels.cpu.ffi import Call, handler
 from pallas_kernels.cpu.types import F32
@@ -61,6 +61,18 @@ def tangents(f: Function, x: list[Value]) -> list[Value]:
     return [maths.tanh(f, one) for one in x]
 
 
+def sigmoids(f: Function, x: list[Value]) -> list[Value]:
+    return [maths.sigmoid(f, one, cpu_features()) for one in x]
+
+
+def divided_sigmoids(f: Function, x: list[Value]) -> list[Value]:
+    return [maths.sigmoid(f, one, frozenset()) for one in x]
+
+
+def softplus(f: Function, x: list[Value]) -> list[Value]:
+    return [maths.softplus(f, one) for one in x]
+
+
 def columns(f: Function, x: list[Value]) -> list[Value]:
     return maths.transpose(f, x)
 
@@ -99,6 +111,21 @@ def test_logarithms_are_those_of_float64() -> None:
 def test_tangents_are_those_of_float64() -> None:
     x = np.linspace(-100, 100, 2**14, dtype=np.float32)
     np.testing.assert_allclose(_run(tangents, x).ravel(), np.tanh(x.astype(np.float64)), atol=2e-7, rtol=0)
+
+
+@pytest.mark.parametrize("function", [sigmoids, divided_sigmoids])
+def test_sigmoids_are_those_of_float64(function: Callable[[Function, list[Value]], list[Value]]) -> None:
+    x = np.concatenate([np.linspace(-10, 100, 2**15), np.linspace(-86, -10, 2**15)]).astype(np.float32)
+    found, expected = _run(function, x).ravel(), 1 / (1 + np.exp(-x.astype(np.float64)))
+    np.testing.assert_allclose(found[: 2**15], expected[: 2**15], rtol=4e-7)
+    np.testing.assert_allclose(found[2**15 :], expected[2**15 :], rtol=3e-6)
+    assert (_run(function, np.full(256, -1e4, np.float32)) < 2e-38).all()
+
+
+def test_softplus_is_that_of_float64() -> None:
+    x = np.concatenate([np.linspace(-86, 100, 2**16), np.linspace(-1, 1, 2**12)]).astype(np.float32)
+    np.testing.assert_allclose(_run(softplus, x).ravel(), np.logaddexp(0, x.astype(np.float64)), rtol=5e-7)
+    assert (_run(softplus, np.full(256, -1e4, np.float32)) == 0).all()
 
 
 @pytest.mark.parametrize(

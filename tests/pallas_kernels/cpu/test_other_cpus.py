@@ -15,6 +15,8 @@ import pytest
 from pallas_kernels.activation.cpu import GatedSilu
 from pallas_kernels.cpu import Kernel, cpu_features, refusal, tile_registers
 from pallas_kernels.cpu.compile import optimized
+from pallas_kernels.gated_delta.cpu.backend import GatedDelta
+from pallas_kernels.gated_delta.cpu.operands import CpuDelta
 from pallas_kernels.grouped_matmul.cpu.kernel import GroupedMatmul
 from pallas_kernels.ngram_lookup.cpu import ProposeByNgrams
 from pallas_kernels.normalization.cpu import LogSumExp, Norm
@@ -60,6 +62,19 @@ KERNELS: list[Kernel] = [
             ("bfloat16", None, None, False, 8),
         )
     ),
+    GatedDelta(
+        CpuDelta(
+            group=2,
+            key_dim=32,
+            value_dim=64,
+            taps=4,
+            ring=16,
+            recent=3,
+            dtype="bfloat16",
+            gates_dtype="float32",
+            weights_dtype="bfloat16",
+        )
+    ),
     Norm("bfloat16", "bfloat16", 1e-5),
     LogSumExp(),
     DrawTokens(),
@@ -69,7 +84,7 @@ KERNELS: list[Kernel] = [
 QUICK = (KERNELS[9],)
 # Seconds for most: code for a CPU with short registers is long.
 EACH_KERNEL = pytest.mark.parametrize("kernel", grid(KERNELS, QUICK.__contains__), ids=lambda kernel: kernel.name)
-C_LIBRARY = {"malloc", "free", "usleep", "memcpy", "memset", "bzero"}
+C_LIBRARY = {"malloc", "calloc", "free", "usleep", "memcpy", "memset", "bzero"}
 """Functions of any C library; macOS also has `bzero`, which LLVM calls there."""
 
 

@@ -317,3 +317,8 @@ CASES = [
 
 CORNERS = ("decode", "mixed", "drafts", "group-2")
 """Cases for backends that are slow here."""
+MORE = (
+    *("first-layer-of-one", "decodes-in-a-mixed-program", "group-4", "decode-group-4", "drafts-group-2"),
+    *("heads-of-128", "one-head", "eight-heads-bf16", "a-decode-of-8-heads"),
+)
+"""Cases that `make test` leaves out on every backend."""

@@ -1,4 +1,4 @@
-"""Every backend against a loop over tokens in float64, over the table of cases."""
+"""The backends that run on a CPU against a loop over tokens in float64, over the table of cases."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 from pallas_kernels.dispatch import Backend, BackendName
 from pallas_kernels.gated_delta import BACKENDS, DeltaStates, gated_delta
 from pallas_kernels.target import target_of
-from tests.pallas_kernels.gated_delta.cases import CASES, CORNERS, Batch, Case, check, make_batch
-from tests.selection import is_interpreted
+from tests.pallas_kernels.gated_delta.cases import CASES, MORE, Batch, Case, check, make_batch
+from tests.selection import grid
 
 
 @functools.cache
@@ -39,17 +39,12 @@ def run(case: Case, batch: Batch, backend: BackendName) -> tuple[np.ndarray, Del
     return np.asarray(out), jax.tree.map(np.asarray, states)
 
 
-def _marks(case: Case, backend: BackendName) -> list[pytest.MarkDecorator]:
-    own = [pytest.mark.interpreted] if is_interpreted(backend) else []
-    if backend == "cpu" or case.name in CORNERS:
-        return own
-    return [pytest.mark.grid, *own]
+def _is_quick(values: tuple[Case, BackendName]) -> bool:
+    case, backend = values
+    return case.name not in MORE if backend == "cpu" else case.name in ("mixed", "drafts")
 
 
-PAIRS = [
-    pytest.param(case, backend, marks=_marks(case, backend))
-    for case, backend in itertools.product(CASES, ("reference", "cpu"))
-]
+PAIRS = grid(itertools.product(CASES, ("reference", "cpu")), _is_quick)
 
 
 @pytest.mark.parametrize(("case", "backend"), PAIRS, ids=str)

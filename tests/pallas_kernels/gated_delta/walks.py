@@ -26,7 +26,8 @@ NUM_STATES, NUM_SLOTS = 24, 8
 
 @dataclasses.dataclass(frozen=True)
 class Advance:
-    """A row of a step: `new` tokens of a sequence, of which `drafts` aren't certain, and `wrong` more that are rejected.
+    """A row of a step: `new` tokens of a sequence, of which `drafts` aren't certain, and `wrong` others after them,
+    which are rejected.
 
     With `moves`, the state is written to another row. `snapshot` is a border at which another row gets the state.
     """
@@ -51,19 +52,20 @@ class _Place:
 
 
 class Walk:
-    """Computes sequences of `length` tokens by steps of a backend.
+    """Computes sequences of up to `longest` tokens by steps of a backend.
 
-    `outputs` are by sequence and token, `borders` the rows of the pool by sequence and border, and `entries` what a slot
-    had of a token when it was computed.
+    `outputs` are by sequence and token, `borders` the rows of the pool by sequence and border, and `entries` what a
+    slot had of a token when it was computed.
     """
 
-    def __init__(self, case: Case, backend: BackendName, sequences: int, length: int) -> None:
+    def __init__(self, case: Case, backend: BackendName, sequences: int, longest: int) -> None:
         rng = np.random.default_rng(case.seed)
+        self.longest = longest
         self.case, self.backend = case, backend
         self.weights = random_weights(case, rng)
-        self.tokens = [random_tokens(case, rng, length) for _ in range(sequences)]
+        self.tokens = [random_tokens(case, rng, longest) for _ in range(sequences)]
         self.wrong = random_tokens(case, rng, case.num_tokens)
-        shape = sequences, length, case.layout.value_heads, case.value_dim
+        shape = sequences, longest, case.layout.value_heads, case.value_dim
         self.outputs = np.full(shape, np.nan, case.layout.dtype)
         self.borders: dict[tuple[int, int], tuple[np.ndarray, ...]] = {}
         self.entries: dict[tuple[int, int], tuple[np.ndarray, ...]] = {}
