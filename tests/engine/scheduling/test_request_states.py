@@ -17,6 +17,7 @@ from llguidance import LLMatcher
 from jaxserve.api_types import EngineRequest, TokenEvent
 from jaxserve.engine.core.loop import EngineLoop
 from jaxserve.engine.kv_cache.radix_node import descendants
+from jaxserve.engine.scheduling import request_states
 from jaxserve.engine.scheduling.forced_runs import ForcedRuns
 from jaxserve.engine.scheduling.scheduler import Scheduler
 from jaxserve.engine.scheduling.state_row import StateRow
@@ -29,6 +30,12 @@ from tests.engine.scheduling.test_scheduler import answer, make_scheduler, plann
 from tests.grammars import small_grammars
 
 PREFIX = list(range(20))
+
+
+@pytest.fixture(autouse=True)
+def _prompts_are_repeated_to_their_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let borders follow from the lengths of prompts alone."""
+    monkeypatch.setattr(request_states, "NOT_REPEATED", 0)
 
 
 class Server:
@@ -451,3 +458,13 @@ def test_models_without_states_plan_none() -> None:
     writes: list[StateWrite | None] = [chunk.state for plan in executor.plans for chunk in plan.chunks]
     assert writes == [None] * len(writes)
     assert scheduler.stats().num_states == 0
+
+
+def test_a_prompt_is_found_by_a_turn_that_repeats_all_but_its_last_marks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_states, "NOT_REPEATED", 4)
+    server, prompt = Server(block=16, page_size=16), list(range(34))
+    next_turn = [*prompt[:30], *range(100, 120)]
+    assert server.cached(make_request("first", prompt), make_request("next", next_turn)) == [0, 16]
+    assert server.snapshots("first") == [16]
+    short = Server(block=16, page_size=16)
+    assert short.cached(make_request("a", prompt[:18]), make_request("b", prompt[:18])) == [0, 16]
