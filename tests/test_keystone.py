@@ -136,7 +136,12 @@ DEEP = {"num_hidden_layers": 4}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=30)
 CPU = DeviceFacts(KernelTarget("cpu"), 2**34)
 # Models for each kind of head
-HEADED = {"eagle": FULL, "eagle3": FULL | DEEP, "mtp": LATENT | {"num_nextn_predict_layers": 1}}
+HEADED = {
+    "eagle": FULL,
+    "eagle3": FULL | DEEP,
+    "mtp": LATENT | {"num_nextn_predict_layers": 1},
+    "mtp-hybrid": HYBRID | {"mtp_num_hidden_layers": 1},
+}
 VOCAB = FULL["vocab_size"]
 TOLERANCE = 1e-4
 FP8 = np.dtype(jax.numpy.float8_e4m3fn)
@@ -695,6 +700,7 @@ def test_a_draft_model_follows_its_sequences(build: Build, tmp_path: Path, name:
             ("eagle", "write-back", 3, "in-turn"),
             ("eagle3", "tiny-pool", 4, "overlap"),
             ("mtp", "tiny-pool", 2, "overlap"),
+            ("mtp-hybrid", "write-back", 3, "overlap"),
         }.__contains__,
     ),
 )
@@ -703,7 +709,7 @@ def test_a_head_drafts_from_what_the_model_has_seen(
 ) -> None:
     """Each greedy draft is what the head makes of the whole sequence, computed in one go."""
     model = HEADED[method]
-    settings = write_target_and_head(tmp_path, model, method)
+    settings = write_target_and_head(tmp_path, model, method.partition("-")[0])
     cached = name != "tiny-pool"
     settings |= {"disable_overlap_schedule": order == "in-turn", "disable_radix_cache": not cached}
     settings |= {"num_speculative_tokens": drafts, "max_running_requests": 2, "cuda_graph_bs": (2,)}

@@ -33,6 +33,7 @@ from jaxserve.quant import (
 )
 from pallas_kernels.quantized_matmul import PackedWeight, Scheme
 from pallas_kernels.target import CPU, KernelTarget
+from tests.models.hub_hybrids import HYBRIDS
 from tests.tiny_model import CONFIG
 from tests.weights.conftest import tensor_parts
 
@@ -161,6 +162,15 @@ def test_a_checkpoint_of_16_bits_is_quantized_as_asked() -> None:
     assert chosen(config, asked="int8").quantized[DOWN] == Scheme("int8", 64)
     assert chosen(config, asked="fp8").quantized[DOWN] == Scheme("fp8", activations="token")
     assert chosen(config, asked="int4", shards=Shards(2, 2)).quantized[DOWN].group == 32, "shards have whole groups"
+
+
+def test_products_that_decide_keep_their_type() -> None:
+    config = parse_model_config(HYBRIDS["Qwen3.6-35B-A3B"][0])
+    choice = chosen(config, asked="fp8", target=KernelTarget("cuda", "NVIDIA H200", (9, 0)))
+    kept = {path[2:] for path in choice.others}
+    router = ("mlp", "router", "weight"), ("mlp", "shared_gate")
+    assert kept == {("attention", "gates"), *router, ()}
+    assert choice.others["layers", 0, "attention", "gates"].startswith("routers, and the gates")
 
 
 @pytest.mark.parametrize(("size", "group"), [(32, 32), (-1, None), (None, None)])

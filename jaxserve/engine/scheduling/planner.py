@@ -190,8 +190,7 @@ class Planner:
             waiting = [request for request in rank.decoding.values() if request.num_planned_tokens % page_size == 0]
         else:
             oldest = next(iter(rank.prefilling.values()), None)
-            is_full = oldest is not None and oldest.num_planned_tokens == len(oldest.pages[0]) * page_size
-            waiting = [oldest] if oldest is not None and is_full else []
+            waiting = [oldest] if oldest is not None and oldest.num_planned_tokens % page_size == 0 else []
         if len(waiting) <= rank.num_available_pages:
             return False
         for request in waiting:

@@ -93,7 +93,7 @@ class PrefillChooser:
                 open_ranks.remove(rank)
             budget.add_chunk(rank.index, length, prompt_logprobs=wants)
             chosen.append((request, length))
-            added = max(0, rank.pool.pages_for(planned + length) - held)
+            added = rank.pool.pages_for(planned + length) - held
             promised[rank.index] = [pages + added for pages in promised[rank.index]]
         if admit:
             self._start_waiting(open_ranks, chosen, opens, budget, promised)

@@ -15,6 +15,10 @@ from jaxserve.engine.scheduling.request import Request
 from jaxserve.engine.scheduling.state_row import StateRow
 from jaxserve.step_plan import Capacity, StateWrite
 
+NOT_REPEATED = 4
+"""Tokens at the end of a prompt that the next turn may not repeat: the marks with which a template begins the reasoning
+of an answer, and leaves it out where the answer is repeated."""
+
 
 class RequestStates:
     """Decides within `capacity`. Long prompts leave a snapshot every `interval` tokens, if it isn't 0."""
@@ -41,8 +45,10 @@ class RequestStates:
         It starts with the prefix of `num_pages` pages that ends at `node`.
         """
         rows, known = self._prefixes.start(node, num_pages)
-        borders = num_pages * self._capacity.page_size, request.num_fill_tokens - 1
-        due = sorted({border for tokens in borders if (border := tokens // self._unit * self._unit) > known})
+        last = self._border(request.num_fill_tokens - 1)
+        earlier = self._border(request.num_fill_tokens - 1 - NOT_REPEATED)
+        borders = self._border(num_pages * self._capacity.page_size), earlier if earlier > known else last
+        due = sorted({border for border in borders if border > known})
         request.state = StateRow(rows.own, known, due)
         return rows.source, known
 
@@ -113,6 +119,10 @@ class RequestStates:
                 node = self._cache.end_of(request.namespace, request.tokens(0, border))
             found = found or node is not None
             self._prefixes.take_over(node, row)
+
+    def _border(self, num_tokens: int) -> int:
+        """Return the last place within this many tokens where a prefix can end."""
+        return num_tokens // self._unit * self._unit
 
     def _snapshot_border(self, state: StateRow, start: int, end: int) -> int:
         """Return the border at which a chunk of tokens `start` to `end` takes a snapshot, or 0."""

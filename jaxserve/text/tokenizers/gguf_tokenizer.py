@@ -31,6 +31,8 @@ _CASELESS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = _CASELESS + r"\p{N}{1,3}" + _TAIL
 _QWEN2 = _CASELESS + r"\p{N}" + _TAIL
+# As Qwen2's, with the marks of a letter in its word
+_QWEN35 = _QWEN2.replace(r"?\p{L}+|", r"?[\p{L}\p{M}]+|").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")
 _SEED = _CASELESS + r"\p{N}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
 # A word that may begin with capitals, and one of capitals
 _CASED = (
@@ -56,13 +58,14 @@ _SPLITS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "smaug-bpe", "dbrx", "glm4", "chatglm-bpe"), (_LLAMA3,)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2"), (_QWEN2,)),
     **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2"), (_GPT4O,)),
+    "qwen35": (_QWEN35,),
     "seed-coder": (_SEED,),
     "tekken": (_TEKKEN,),
     "deepseek-v3": _DEEPSEEK_V3,
     "default": _DEFAULT,
 }
 _IGNORE_MERGES = _BOS_BY_DEFAULT = {"llama-bpe", "llama3", "llama-v3", "tekken"}
-_NFC_NORMALIZED = {"qwen2", "deepseek-r1-qwen", "command-r"}
+_NFC_NORMALIZED = {"qwen2", "qwen35", "deepseek-r1-qwen", "command-r"}
 # Phi-3's other whole tokens swallow the white space after them; GGUF files don't say so
 _PHI3_UNSTRIPPED = {"<unk>", "<s>", "<|endoftext|>"}
 # Files from older converters name only the end-of-text token as EOS; these tokens always end a turn too

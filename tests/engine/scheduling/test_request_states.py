@@ -11,10 +11,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+import pytest
+from llguidance import LLMatcher
 
 from jaxserve.api_types import EngineRequest, TokenEvent
 from jaxserve.engine.core.loop import EngineLoop
 from jaxserve.engine.kv_cache.radix_node import descendants
+from jaxserve.engine.scheduling import request_states
+from jaxserve.engine.scheduling.forced_runs import ForcedRuns
 from jaxserve.engine.scheduling.scheduler import Scheduler
 from jaxserve.engine.scheduling.state_row import StateRow
 from jaxserve.engine.speculation.speculation import DraftedRequest
@@ -23,8 +27,15 @@ from tests.drafts import AnyLengths
 from tests.engine.conftest import make_capacity, make_request
 from tests.engine.fake_executor import FakeExecutor, run_alone
 from tests.engine.scheduling.test_scheduler import answer, make_scheduler, planned
+from tests.grammars import small_grammars
 
 PREFIX = list(range(20))
+
+
+@pytest.fixture(autouse=True)
+def _prompts_are_repeated_to_their_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let borders follow from the lengths of prompts alone."""
+    monkeypatch.setattr(request_states, "NOT_REPEATED", 0)
 
 
 class Server:
@@ -221,6 +232,23 @@ def test_a_chunk_ends_at_the_first_of_two_snapshots() -> None:
     ]
 
 
+def test_no_other_prompt_begins_after_a_chunk_that_ends_at_a_snapshot() -> None:
+    """Else two prompts of a rank would be partly planned, and might wait for each other's pages."""
+    server = Server(chunked_prefill_size=16)
+    first, second = (request(name, [*PREFIX, 60 + i, *range(10)]) for i, name in enumerate("ab"))
+    server.cached(first)
+    server.serve(second, request("c", [59] * 20))
+    prompt = [chunk.length for chunk in server.chunks("b") if chunk.tokens is not None]
+    assert prompt == [16, 4, 11]
+
+
+def test_pages_that_a_request_has_already_are_no_limit_for_its_chunk() -> None:
+    server = Server(sizes={"num_pages": 8})
+    first, second = (request(name, [*PREFIX, 60 + i, *range(10)], max_tokens=1) for i, name in enumerate("ab"))
+    server.cached(first, second)
+    assert [chunk.length for chunk in server.chunks("b")] == [20, 11]
+
+
 def test_the_first_chunk_reads_the_snapshot_and_names_the_row_of_the_request() -> None:
     server = Server()
     server.cached(request("a", PREFIX), request("b", [*PREFIX[:18], 60]))
@@ -333,6 +361,25 @@ def test_an_aborted_request_leaves_its_state() -> None:
     assert found >= len(PREFIX) + num_outputs - 4
 
 
+def test_forced_tokens_that_are_computed_together_are_in_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ForcedRuns, "together", lambda *_: True)
+    server = Server(grammars=small_grammars())
+    one = msgspec.structs.replace(
+        request("a", PREFIX, max_tokens=60), grammar=LLMatcher.grammar_from_regex("[a-c]{2}hellohello[a-c]{20}")
+    )
+    server.loop.add(one)
+    for _ in range(1000):
+        server.loop.step()
+        if server.executor.plans and server.executor.plans[-1].num_forced:
+            break
+    [chunk] = server.executor.plans[-1].chunks
+    assert chunk.length > 4
+    server.loop.abort(["a"])
+    server.finish()
+    known = [*PREFIX, *run_alone(one, 512).token_ids[: chunk.start + chunk.length - len(PREFIX)]]
+    assert server.cached(request("b", [*known, 60])) == [len(known) // 4 * 4]
+
+
 def test_a_flush_leaves_running_requests_their_rows() -> None:
     server = Server()
     server.loop.add(request("a", PREFIX, max_tokens=30))
@@ -411,3 +458,13 @@ def test_models_without_states_plan_none() -> None:
     writes: list[StateWrite | None] = [chunk.state for plan in executor.plans for chunk in plan.chunks]
     assert writes == [None] * len(writes)
     assert scheduler.stats().num_states == 0
+
+
+def test_a_prompt_is_found_by_a_turn_that_repeats_all_but_its_last_marks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_states, "NOT_REPEATED", 4)
+    server, prompt = Server(block=16, page_size=16), list(range(34))
+    next_turn = [*prompt[:30], *range(100, 120)]
+    assert server.cached(make_request("first", prompt), make_request("next", next_turn)) == [0, 16]
+    assert server.snapshots("first") == [16]
+    short = Server(block=16, page_size=16)
+    assert short.cached(make_request("a", prompt[:18]), make_request("b", prompt[:18])) == [0, 16]

@@ -54,6 +54,7 @@ def words(tokenizer: Tokenizer, text: str) -> list[str]:
         ("smollm", "Don|'t| pay| |1|2|3|4|.|5|0| –| IT|'|S|  | ok|!!|\n|\n|x"),
         ("llama-bpe", "Don|'t| pay| |123|4|.|50| –| IT|'S|  | ok|!!\n\n|x"),
         ("qwen2", "Don|'t| pay| |1|2|3|4|.|5|0| –| IT|'S|  | ok|!!\n\n|x"),
+        ("qwen35", "Don|'t| pay| |1|2|3|4|.|5|0| –| IT|'S|  | ok|!!\n\n|x"),
         ("tekken", "Don|'t| pay| |1|2|3|4|.|5|0| –| IT|'S|  | ok|!!\n\n|x"),
         ("smaug-bpe", "Don|'t| pay| |123|4|.|50| –| IT|'S|  | ok|!!\n\n|x"),
         ("dbrx", "Don|'t| pay| |123|4|.|50| –| IT|'S|  | ok|!!\n\n|x"),
@@ -78,6 +79,13 @@ def test_deepseek_splits_chinese_and_marks_before_words(tmp_path: Path) -> None:
     assert found == ["the", " ", "東京タワー", ",", " (", "see", " f", "(x", "))."]
 
 
+def test_the_marks_of_letters_may_be_in_their_words(tmp_path: Path) -> None:
+    """The Devanagari word has three marks."""
+    text = "नमस्ते x"
+    assert words(byte_level(tmp_path, "qwen35"), text) == ["नमस्ते", " x"]
+    assert len(words(byte_level(tmp_path, "qwen2"), text)) == 4
+
+
 @pytest.mark.parametrize("pre", _SPLITS)
 def test_no_pre_tokenizer_loses_text(tmp_path: Path, pre: str) -> None:
     text = "Straße, 東京 №7½: नमस्ते 👩‍👩‍👧\r\n\t x  "
@@ -86,7 +94,7 @@ def test_no_pre_tokenizer_loses_text(tmp_path: Path, pre: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-@pytest.mark.parametrize("pre", ["qwen2", "command-r"])
+@pytest.mark.parametrize("pre", ["qwen2", "qwen35", "command-r"])
 def test_some_models_normalize_to_composed_characters(tmp_path: Path, pre: str) -> None:
     assert byte_level(tmp_path, pre).encode("e\u0301") == byte_level(tmp_path, pre).encode("é")
     assert byte_level(tmp_path, "gpt-2").encode("e\u0301") != byte_level(tmp_path, "gpt-2").encode("é")
