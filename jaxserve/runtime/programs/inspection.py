@@ -133,7 +133,7 @@ def _tables(builder: MeshProgramBuilder) -> Tables:
     def sizes(tree: Any) -> frozenset[int]:
         return frozenset(device_bytes(array, builder.mesh.shape) for array in jax.tree.leaves(tree))
 
-    return Tables(sizes([group.pools for group in builder.state_specs.all_kv]), sizes(builder.state_specs))
+    return Tables(sizes(builder.state_specs.request_arrays), sizes(builder.state_specs))
 
 
 def own_kernels_of(compiled: Any, found: Iterable[Instruction]) -> tuple[tuple[KernelReport, ...], str | None]:
@@ -164,8 +164,7 @@ def _copied(builder: MeshProgramBuilder, memory: Any, found: list[Instruction]) 
     if memory.alias_size_in_bytes < state:
         return f"the state is copied: {memory.alias_size_in_bytes} of its {state} bytes are aliased"
     # An output with as many elements as a pool, of any type and shape, is a copy of it if temp memory can hold one.
-    arrays = [pool for group in builder.state_specs.all_kv for pool in group.pools]
-    pools = {device_bytes(pool, sizes): pool.dtype.itemsize for pool in arrays}
+    pools = {device_bytes(pool, sizes): pool.dtype.itemsize for pool in builder.state_specs.request_arrays}
     elements = {
         nbytes // itemsize for nbytes, itemsize in pools.items() if _SMALL_POOL <= nbytes <= memory.temp_size_in_bytes
     }

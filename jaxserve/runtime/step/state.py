@@ -120,10 +120,13 @@ class DeviceState:
         return dataclasses.replace(self, kv=kv, states=states)
 
     @property
-    def all_kv(self) -> tuple[PagedKV, ...]:
-        """The pools of all KV groups, and that of a draft model."""
+    def request_arrays(self) -> list[Array]:
+        """The arrays of which a step uses a part that depends on its requests: the pools of all KV groups and of a draft
+        model, and all states."""
         drafted = None if self.drafts is None else self.drafts.kv
-        return self.kv if drafted is None else (*self.kv, drafted)
+        paged = self.kv if drafted is None else (*self.kv, drafted)
+        states = [] if self.states is None else jax.tree.leaves(self.states.pool)
+        return [pool for group in paged for pool in group.pools] + states
 
 
 @dataclasses.dataclass(frozen=True)
