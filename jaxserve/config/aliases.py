@@ -109,6 +109,10 @@ _FORM_OF_A_REQUEST = SwitchAlias(
 )
 _FOR_BOTH_MODELS = ChoiceAlias(RefusedName("the model's own setting applies to the draft model too; leave it out"))
 
+_FLOAT32_STATES = ChoiceAlias(
+    RefusedName("states of sequences are float32"),
+    {"float32": InForce("states of sequences are float32"), "auto": InForce("states of sequences are float32")},
+)
 _PRIORITIES = SwitchAlias(
     on=Sets("schedule_policy", "priority"), off=InForce("priorities count only with --schedule-policy priority")
 )
@@ -196,6 +200,12 @@ ALIASES: Mapping[str, Alias] = types.MappingProxyType(
         ),
         "swap_space": ChoiceAlias(
             InForce("a preempted request is recomputed later; no swap space is needed or reserved")
+        ),
+        "mamba_ssm_dtype": _FLOAT32_STATES,
+        "mamba_ssm_cache_dtype": _FLOAT32_STATES,
+        "mamba_cache_mode": ChoiceAlias(
+            RefusedName("a cached prefix always ends where its state is; to keep none, write --disable-radix-cache"),
+            {"align": InForce("a cached prefix ends at a whole page where its state is")},
         ),
         "scheduling_policy": RenameAlias("schedule_policy"),
         "priority_scheduling": _PRIORITIES,

@@ -204,7 +204,7 @@ class EngineCollector:
         yield self._info("cache_config_info", text, _cache_labels(info) | dict(self._cache_config))
         yield self._step_tokens(stats)
         yield from self._draft_families(stats)
-        yield from self._state_families(stats)
+        yield from self._state_families(info, stats)
         yield from self._expert_families(stats.expert_tokens)
         yield from self._stage_families(stats.stages)
 
@@ -228,10 +228,11 @@ class EngineCollector:
         text = "Share of the rows of decode programs, and of tokens of mixed and verifying ones, that were used, 0 to 1"
         yield self._family(GaugeMetricFamily, "bucket_occupancy", text, shares, "kind")
 
-    def _state_families(self, s: EngineStats) -> Iterator[Family]:
+    def _state_families(self, i: EngineInfo, s: EngineStats) -> Iterator[Family]:
         """Yield the families of models that keep a state for each sequence; other models have no values."""
         gauges = (
             ("mamba_usage", "Share of the rows of states that running requests have, 0 to 1", s.state_usage),
+            ("state_bytes", "Bytes that a row of states takes on each of its devices", i.state_bytes),
             ("num_states", "Rows of states, one for each running request and each snapshot of a prefix", s.num_states),
             ("num_states_used", "Rows of states that running requests have", s.num_states_used),
             ("num_state_snapshots", "Rows of states that are snapshots of prefixes", s.num_state_snapshots),

@@ -121,8 +121,8 @@ class DeviceState:
 
     @property
     def request_arrays(self) -> list[Array]:
-        """The arrays of which a step uses a part that depends on its requests: the pools of all KV groups and of a draft
-        model, and all states."""
+        """The arrays of which a step uses a part that depends on its requests: the pools of all KV groups and of a
+        draft model, and all states."""
         drafted = None if self.drafts is None else self.drafts.kv
         paged = self.kv if drafted is None else (*self.kv, drafted)
         states = [] if self.states is None else jax.tree.leaves(self.states.pool)

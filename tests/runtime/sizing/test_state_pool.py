@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,10 +11,13 @@ import pytest
 from jaxserve.config.schema import EngineConfig
 from jaxserve.errors import ConfigError
 from jaxserve.runtime.devices.device import DeviceFacts
+from jaxserve.runtime.sizing.aot import deploy_on_target
 from jaxserve.runtime.sizing.memory import CPU_POOL_BYTES
 from jaxserve.runtime.sizing.state_pool import resolve_running
 from pallas_kernels.target import KernelTarget
+from tests.models.hub_hybrids import HYBRIDS
 
+_FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 _MIB = 2**20
 _GPU, _CPU = (DeviceFacts(KernelTarget(platform), 80 * 2**30) for platform in ("gpu", "cpu"))
 
@@ -62,3 +67,24 @@ def test_without_states_there_is_no_pool() -> None:
 def test_every_running_request_has_a_state() -> None:
     with pytest.raises(ConfigError, match="max_mamba_cache_size=7 is less than max_running_requests=8"):
         resolve(_GPU, max_running_requests=8, max_mamba_cache_size=7)
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "tensor", "state_bytes", "of_32k"),
+    [
+        ("Qwen3.6-35B-A3B", "nvidia-h100", 1, 30 * (32 * 128 * 128 * 4 + 16 * 512 * 3 * 2), 44),
+        ("Qwen3.5-397B-A17B", "nvidia-h200", 8, 45 * (8 * 128 * 128 * 4 + 2 * 768 * 3 * 2), 143),
+    ],
+)
+def test_hybrids_of_the_hub_fit_their_devices(
+    tmp_path: Path, name: str, target: str, tensor: int, state_bytes: int, of_32k: int
+) -> None:
+    """In fp8, with as many sequences of 32,768 tokens as `max_running_requests`, all of them at once."""
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(HYBRIDS[name][0] | {"quantization_config": _FP8}))
+    settings: dict[str, Any] = {"context_length": 32768, "max_running_requests": of_32k, "tp_size": tensor}
+    made = deploy_on_target(EngineConfig(model=str(config), **settings), target)
+    assert made.sizes.state_bytes == state_bytes
+    assert made.capacity.num_states == of_32k + max(of_32k // 2, 8)
+    assert made.capacity.num_pages * 16 >= of_32k * 32768
+    assert made.capacity.max_model_len == 32768
