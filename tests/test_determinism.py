@@ -19,6 +19,17 @@ pytestmark = pytest.mark.slow
 
 # Sizes that our kernels take; the context goes beyond a chunk of attention.
 SIZES = {"vocab_size": 272, "hidden_size": 64, "intermediate_size": 96, "max_position_embeddings": 1024}
+# Layers that keep states
+HYBRID: dict[str, Any] = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+}
 SETTINGS: dict[str, Any] = {
     "load_format": "dummy",
     "device": "cpu",
@@ -61,10 +72,20 @@ def _found(llm: LLM, requests: list[tuple[list[int], SamplingParams]]) -> list[A
     return [[(sample.token_ids, sample.logprobs) for sample in output.outputs] for output in outputs]
 
 
-@pytest.mark.parametrize("quantization", grid(["auto", "int4", "fp8"], "auto".__eq__))
-def test_a_request_gives_the_same_bits_in_any_company(folder: Path, quantization: str) -> None:
+@pytest.mark.parametrize(
+    ("model", "quantization"),
+    grid(
+        [("", "auto"), ("", "int4"), ("", "fp8"), ("hybrid", "auto"), ("hybrid", "int4")],
+        lambda case: case[1] == "auto",
+    ),
+)
+def test_a_request_gives_the_same_bits_in_any_company(folder: Path, model: str, quantization: str) -> None:
     """With fp8, inputs are quantized too, each token by its own scale."""
     requests = _requests()
+    if model:
+        (folder / model).mkdir(exist_ok=True)
+        folder = write_tiny_model(folder / model)
+        (folder / "config.json").write_text(json.dumps(CONFIG | SIZES | HYBRID))
     programs: dict[str, Any] = {
         "model": str(folder),
         "quantization": quantization,

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Float32
 
 from jaxserve.layers.batch import KVLayer, KVPools, TokenBatch, replace_pool
 from jaxserve.layers.linear import linear, row_parallel
+from jaxserve.layers.norm import rms_norm
 from pallas_kernels.gated_delta import DeltaProblem, DeltaStates, DeltaWeights, choose_backend, gated_delta
 from pallas_kernels.quantized_matmul import HeldWeight
 from pallas_kernels.target import KernelTarget
@@ -69,7 +70,5 @@ def _gated_norm(
     eps: float,
 ) -> Float[Array, "tokens value_heads value_dim"]:
     """Scale each head to unit mean square, and multiply it by the weight and by the SiLU of its gate."""
-    wide = x.astype(jnp.float32)
-    normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    normed = weight * normed.astype(x.dtype)
+    normed = rms_norm(x, weight, eps)
     return (normed.astype(jnp.float32) * jax.nn.silu(gate.astype(jnp.float32))).astype(x.dtype)

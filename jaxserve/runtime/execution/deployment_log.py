@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from jaxserve.api_types import KVGroup
 from jaxserve.runtime.devices.mesh import device_bytes
 from jaxserve.runtime.sizing.deployment import Deployment
+from jaxserve.runtime.sizing.state_pool import delta_backend
 from jaxserve.weights.kv_scales import KVScales
-from pallas_kernels.gated_delta import DeltaProblem, choose_backend
 from pallas_kernels.paged_attention import largest_float8
 
 logger = logging.getLogger("jaxserve.runtime")
@@ -29,16 +29,12 @@ def log_kv_groups(groups: Sequence[KVGroup], page_size: int) -> None:
 
 def log_states(deployment: Deployment) -> None:
     """Log the states that the model keeps of sequences, and the kernel that computes them, if it keeps any."""
-    spec, sizes = deployment.model.state_spec(), deployment.sizes
-    if spec is None:
+    backend, sizes = delta_backend(deployment.model, deployment.dtype, deployment.device.kernels), deployment.sizes
+    if backend is None:
         return
-    shards = deployment.tensor
-    problem = DeltaProblem(
-        spec.key_heads // shards, spec.value_heads // shards, spec.key_dim, spec.value_dim, spec.taps, deployment.dtype
-    )
-    backend = choose_backend(deployment.device.kernels, problem)
     logger.info(
-        "states of sequences: %d of %.2f MiB on each device, for %d requests and for prefixes every %d tokens or more; "
+        "states of sequences: %d of %.2f MiB on each device, for %d requests and for prefixes of whole multiples of %d "
+        "tokens; "
         "gated delta nets: %s (%s)",
         deployment.data * sizes.capacity.num_states,
         sizes.state_bytes / 2**20,

@@ -36,6 +36,7 @@ from jaxserve.runtime.sizing.memory import InsufficientMemoryError
 from jaxserve.runtime.sizing.mesh_validation import check_mesh
 from jaxserve.runtime.sizing.sizes import Sizes, attention_problem
 from jaxserve.runtime.sizing.stages import divide_layers
+from jaxserve.runtime.sizing.state_pool import delta_backend
 from jaxserve.runtime.step.program import ProgramKey, StepContext
 from jaxserve.runtime.step.state import DeviceState, state_specs
 from jaxserve.step_plan import Capacity
@@ -227,7 +228,14 @@ def deploy(
     params = hold_weights(dense, weights.forms)
     kv_dtype = kv_dtype_of(config.kv_cache_dtype, dtype)
     backend = _choose_attention(config, laid_out, drafting, device, dtype, kv_dtype)
-    nondeterminism = determinism.why_nondeterministic(device.platform, backend, weights, dtype.name, divided.tensor)
+    nondeterminism = determinism.why_nondeterministic(
+        device.platform,
+        backend,
+        delta_backend(laid_out, dtype, device.kernels),
+        weights,
+        dtype.name,
+        divided.tensor,
+    )
     if config.enable_deterministic_inference and nondeterminism:
         raise ConfigError(f"enable_deterministic_inference: {nondeterminism}")
 

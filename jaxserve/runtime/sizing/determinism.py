@@ -12,8 +12,13 @@ from jaxserve.quant import WeightChoice
 from pallas_kernels.paged_attention import Backend
 
 
-def why_nondeterministic(platform: str, backend: Backend, weights: WeightChoice, dtype: str, tensor: int) -> str:
-    """Return why the bits of a request depend on its batch, for an error or a log line; empty if they don't."""
+def why_nondeterministic(
+    platform: str, backend: Backend, delta: Backend | None, weights: WeightChoice, dtype: str, tensor: int
+) -> str:
+    """Return why the bits of a request depend on its batch, for an error or a log line; empty if they don't.
+
+    `delta` computes gated delta nets, if there are any.
+    """
     if platform != "cpu":
         return (
             f"on a {platform} the order of additions in products and attention depends on the size of the batch; "
@@ -21,6 +26,8 @@ def why_nondeterministic(platform: str, backend: Backend, weights: WeightChoice,
         )
     if backend.name != "cpu":
         return f"attention backend {backend.name} adds in an order that depends on the batch; backend cpu does not"
+    if delta is not None and delta.name != "cpu":
+        return f"gated delta nets are computed by {delta.name}, which adds in an order that depends on the batch"
     if tensor > 1:
         return f"with tp_size={tensor} XLA adds the sums of shards, in an order that depends on the batch"
     if weights.dense:

@@ -6,15 +6,30 @@ follows from memory, if it isn't set, and with it the number of states: one for 
 
 from __future__ import annotations
 
+import numpy as np
+
 from jaxserve.config.schema import EngineConfig
 from jaxserve.errors import ConfigError
+from jaxserve.models.layout import AnyModel
 from jaxserve.runtime.devices.device import DeviceFacts
 from jaxserve.runtime.sizing.memory import CPU_POOL_BYTES, usable_bytes
+from pallas_kernels.dispatch import Backend
+from pallas_kernels.gated_delta import DeltaProblem, choose_backend
+from pallas_kernels.target import KernelTarget
 
 # Length of the requests for which memory is divided between states and the KV cache
 _EXPECTED_TOKENS = 4096
 
 _LEAST_SNAPSHOTS = 8
+
+
+def delta_backend(model: AnyModel, dtype: np.dtype, target: KernelTarget) -> Backend | None:
+    """Return the backend that computes a model's gated delta nets on each shard, None if it has none."""
+    spec = model.state_spec()
+    if spec is None:
+        return None
+    heads = spec.key_heads // model.shards, spec.value_heads // model.shards
+    return choose_backend(target, DeltaProblem(*heads, spec.key_dim, spec.value_dim, spec.taps, dtype))
 
 
 def resolve_running(
