@@ -9,17 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 from pallas_kernels.cpu.types import BF16, F32, I1, I16, I32, I64, PTR, Number, Type
-
-FunctionForm = Literal["public", "internal", "apart"]
-"""LLVM may copy an internal function into its callers, but not one that is apart."""
-_FORMS = {
-    "public": ("", "nounwind"),
-    "internal": ("internal ", "nounwind"),
-    "apart": ("internal ", "nounwind noinline"),
-}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -94,10 +85,10 @@ class Module:
         self._declared: dict[str, str] = {}
 
     def function(
-        self, name: str, arguments: Sequence[Type], result: Type | None = None, *, form: FunctionForm = "internal"
+        self, name: str, arguments: Sequence[Type], result: Type | None = None, *, public: bool = False
     ) -> Function:
         """Return a new function without instructions; `ret` must end it."""
-        function = Function(self, name, arguments, result, form)
+        function = Function(self, name, arguments, result, public)
         self._functions.append(function)
         return function
 
@@ -113,13 +104,11 @@ class Module:
 class Function:
     """One function; each instruction is appended to its current basic block."""
 
-    def __init__(
-        self, module: Module, name: str, arguments: Sequence[Type], result: Type | None, form: FunctionForm
-    ) -> None:
+    def __init__(self, module: Module, name: str, arguments: Sequence[Type], result: Type | None, public: bool) -> None:
         self.module = module
         self.name = name
         self.result = result
-        self._linkage, self._attributes = _FORMS[form]
+        self._linkage = "" if public else "internal "
         self._stack: list[str] = []
         self._lines: list[str] = []
         self._count = 0
@@ -129,9 +118,7 @@ class Function:
     def __str__(self) -> str:
         arguments = ", ".join(f"{value.type} {value.ref}" for value in self.arguments)
         body = "\n".join(["entry:", *self._stack, *self._lines])
-        return (
-            f"define {self._linkage}{self.result or 'void'} @{self.name}({arguments}) {self._attributes} {{\n{body}\n}}"
-        )
+        return f"define {self._linkage}{self.result or 'void'} @{self.name}({arguments}) nounwind {{\n{body}\n}}"
 
     def constant(self, kind: Type, number: Number | Sequence[Number]) -> Value:
         """Return a constant: one number for all lanes, or one for each."""

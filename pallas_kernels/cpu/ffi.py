@@ -132,7 +132,7 @@ class Call:
 
 def handler(module: Module, name: str, num_arguments: int, num_results: int, body: Callable[[Call], None]) -> None:
     """Add the function `name` that XLA calls; `body` writes what it does with its arrays."""
-    f = module.function(name, [PTR], PTR, form="public")
+    f = module.function(name, [PTR], PTR, public=True)
     frame = f.arguments[0]
     extension = f.load(PTR, frame, _EXTENSION)
 

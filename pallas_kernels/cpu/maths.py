@@ -14,10 +14,6 @@ _LOG2_HIGH, _LOG2_LOW = 0.693359375, -2.12194440e-4
 # exp(r) = 1 + r + r^2 * p(r) for |r| <= log(2) / 2, as Cephes has it
 _EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
 
-# 2^r = 1 + r * p(r) for |r| <= 1 / 2, with a relative error of 1.1e-7: fitted to it
-_LOG2_E = 1.4426950408889634
-_POWER = (0.693147, 0.24022242, 0.055507336, 0.009671513, 0.0013264727)
-
 # log(1 + r) = r - r^2 / 2 + r^3 * p(r) for 1 + r between sqrt(1/2) and sqrt(2), as Cephes has it
 _LOG = (
     7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1,
@@ -29,7 +25,7 @@ _SQRT_HALF = 0.707106781186547524
 def exp(f: Function, x: Value) -> Value:
     """Return the exponential, with a relative error of 1e-7 up to x = 88; exactly 0 below -87."""
     held = f.select(x < _LOWEST, f.constant(x.type, _LOWEST), x)  # NaN stays
-    shifted = f.fma(held, f.constant(x.type, _LOG2_E), f.constant(x.type, ROUNDER))
+    shifted = f.fma(held, f.constant(x.type, 1.4426950408889634), f.constant(x.type, ROUNDER))
     whole = shifted - ROUNDER
     r = f.fma(whole, f.constant(x.type, -_LOG2_HIGH), held)
     r = f.fma(whole, f.constant(x.type, -_LOG2_LOW), r)
@@ -64,42 +60,6 @@ def tanh(f: Function, x: Value) -> Value:
     """Return the hyperbolic tangent, with an absolute error of 1e-7."""
     e = exp(f, f.minimum(x + x, 80.0))
     return 1.0 - f.constant(x.type, 2.0) / (e + 1.0)
-
-
-def sigmoid(f: Function, x: Value, features: frozenset[str]) -> Value:
-    """Return `1 / (1 + exp(-x))` of 16 numbers; 1e-38 below -87.
-
-    The relative error is 4e-7 for x above -10, and up to 3e-6 below. Each instruction waits for the one before, so
-    there are few.
-    """
-    held = f.maximum(f.minimum(x, -_LOWEST), _LOWEST)
-    scale, rounder = f.constant(x.type, -_LOG2_E), f.constant(x.type, ROUNDER)
-    shifted = f.fma(held, scale, rounder)
-    r = f.fma(held, scale, rounder - shifted)
-    square = r * r
-    a, b, c, d, e = (f.constant(x.type, number) for number in _POWER)
-    p = f.fma(square, f.fma(square, e, f.fma(r, d, c)), f.fma(r, b, a))
-    bits = I32.times(x.type.lanes)
-    power = f.convert("bitcast", f.fma(p, r, f.constant(x.type, 1.0)), bits)
-    scaled = power + (f.convert("bitcast", shifted, bits) << 23)
-    below = f.convert("bitcast", scaled, x.type) + 1.0
-    one = f.constant(x.type, 1.0)
-    if "avx512f" not in features:
-        return one / below
-    # A division takes as long as the rest. This is right to 14 bits, and to 28 after a step of Newton's.
-    near = f.call("llvm.x86.avx512.rcp14.ps.512", x.type, below, one, f.constant(I16, -1))
-    return f.fma(f.fma(0.0 - below, near, one), near, near)
-
-
-def softplus(f: Function, x: Value) -> Value:
-    """Return `log(1 + exp(x))`, with a relative error of 3e-7; 0 below -87."""
-    small = exp(f, f.minimum(x, 0.0 - x))
-    total = small + 1.0
-    # The logarithm of the rounded sum, times what rounding changed (as in Kahan's log1p)
-    kept = total - 1.0
-    is_lost = kept.equals(0.0)
-    ratio = small / f.select(is_lost, f.constant(x.type, 1.0), kept)
-    return f.maximum(x, 0.0) + f.select(is_lost, small, log(f, total) * ratio)
 
 
 def reduce_lanes(f: Function, x: Value, operation: Callable[[Value, Value], Value]) -> Value:

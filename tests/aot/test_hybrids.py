@@ -1,4 +1,4 @@
-"""Programs of hybrids compile for devices that are absent: states are updated in place, and a decode is near its limit."""
+"""Programs of hybrids compile for absent devices: states are updated in place, and a decode is near its limit."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from pallas_kernels.cpu import maths
 from pallas_kernels.cpu.emit import Function, Module, Value
 from pallas_kernels.cpu.types import F32, I64, PTR
+from pallas_kernels.gated_delta.cpu import logistic
 from pallas_kernels.gated_delta.cpu.operands import (
     LANES,
     NUMBER_BYTES,
@@ -172,7 +173,7 @@ def convolve(
 
 def write_convolution(module: Module, facts: CpuDelta, channels: int, features: frozenset[str]) -> None:
     """Add the function that `convolve` calls: within the whole kernel, its constants would not be in registers."""
-    f = module.function(_convolution(facts, channels), [PTR, PTR, I64, I64, PTR], form="apart")
+    f = module.function(_convolution(facts, channels), [PTR, PTR, I64, I64, PTR], public=True)
     windows, conv, channel_bytes, count, to = f.arguments
 
     def convolve_vector(channel: Value) -> None:
@@ -187,7 +188,7 @@ def write_convolution(module: Module, facts: CpuDelta, channels: int, features: 
             total = window[0] * weights[0]
             for x, weight in zip(window[1:], weights[1:], strict=True):
                 total = f.fma(x, weight, total)
-            x = total * maths.sigmoid(f, total, features)
+            x = total * logistic.sigmoid(f, total, features)
             x = x if facts.dtype == "float32" else maths.from_bf16(f, to_bf16(f, x, features))
             f.store(x, to, (i * channels + channel) * 4)
             return window[1:]
@@ -219,10 +220,10 @@ def _gate(
         f.store(load_number(f, f.at(own, facts.group * size), facts.gates_dtype), steps, i * 4)
 
     f.loop(part.stop, load, start=part.start)
-    f.store(maths.sigmoid(f, f.load(VECTOR, betas), features), scratch.betas, head * VECTOR.nbytes)
+    f.store(logistic.sigmoid(f, f.load(VECTOR, betas), features), scratch.betas, head * VECTOR.nbytes)
     value_head = (row.head * facts.group + head) * 4
     rate, bias = (splat(f, of, value_head) for of in (row.operands.rate, row.operands.bias))
-    decay = maths.softplus(f, f.load(VECTOR, steps) + bias)
+    decay = logistic.softplus(f, f.load(VECTOR, steps) + bias)
     f.store((0.0 - maths.exp(f, rate)) * decay, steps)
     sums = f.at(scratch.sums, (part.entry + head * facts.ring) * 4)
     before = f.load(F32, sums, f.maximum(part.start - 1, 0) * 4)

@@ -166,7 +166,7 @@ def test_a_module_calls_its_own_functions_by_name() -> None:
     module = Module()
     twice = module.function("twice", [F32], F32)
     twice.ret(twice.arguments[0] * 2.0)
-    caller = module.function("caller", [F32], F32, form="public")
+    caller = module.function("caller", [F32], F32, public=True)
     caller.ret(caller.call("twice", F32, caller.arguments[0]))
     assert "declare" not in str(module)
     assert "define internal float @twice" in str(module)

@@ -13,6 +13,7 @@ from pallas_kernels.cpu import call, cpu_features, maths
 from pallas_kernels.cpu.emit import Function, Module, Value
 from pallas_kernels.cpu.ffi import Call, handler
 from pallas_kernels.cpu.types import F32
+from pallas_kernels.gated_delta.cpu import logistic
 
 LANES = 16
 REGISTER = F32.times(LANES)
@@ -62,15 +63,15 @@ def tangents(f: Function, x: list[Value]) -> list[Value]:
 
 
 def sigmoids(f: Function, x: list[Value]) -> list[Value]:
-    return [maths.sigmoid(f, one, cpu_features()) for one in x]
+    return [logistic.sigmoid(f, one, cpu_features()) for one in x]
 
 
 def divided_sigmoids(f: Function, x: list[Value]) -> list[Value]:
-    return [maths.sigmoid(f, one, frozenset()) for one in x]
+    return [logistic.sigmoid(f, one, frozenset()) for one in x]
 
 
 def softplus(f: Function, x: list[Value]) -> list[Value]:
-    return [maths.softplus(f, one) for one in x]
+    return [logistic.softplus(f, one) for one in x]
 
 
 def columns(f: Function, x: list[Value]) -> list[Value]:
