@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from jaxserve.runtime.execution.device_commands import BroadcastCommands, FollowerExecutor, LocalCommands
-from jaxserve.runtime.step.page_copies import read_key, write_key
+from jaxserve.runtime.step.page_copies import PAGES_PER_COPY, read_key, write_key
 from jaxserve.runtime.step.program import ProgramKey
 from jaxserve.runtime.step.slot_update import ADJUST_KEY, UPDATE_KEY
 
@@ -15,6 +15,8 @@ DECODE = ProgramKey("decode", 4, True)
 
 class Host:
     """A fake of the host pool, whose rows are numbers."""
+
+    pages_per_copy = PAGES_PER_COPY
 
     def __init__(self) -> None:
         self.rows: dict[str, Any] = {}
