@@ -1,4 +1,4 @@
-"""A server with a tiny DeepSeek-V3: a storm of requests, each of which gets Hugging Face's token."""
+"""A server with a tiny DeepSeek-V3, or a hybrid: a storm of requests, each of which gets Hugging Face's token."""
 
 from __future__ import annotations
 
@@ -25,21 +25,25 @@ pytestmark = pytest.mark.process
 FLAGS = ["--dtype", "float32", "--page-size", "16", "--max-total-tokens", "192", "--enable-hierarchical-cache"]
 FLAGS += ["--hicache-ratio", "4", "--chunked-prefill-size", "16", "--max-running-requests", "4", "--cuda-graph-bs", "4"]
 FLAGS += ["--context-length", "96", "--schedule-conservativeness", "0.1"]
-FORMS = {"absorbed": [], "expanded": ["--attention-backend", "reference", "--chunked-prefill-size", "128"]}
+FORMS = {
+    "absorbed": ("deepseek_v3", []),
+    "expanded": ("deepseek_v3", ["--attention-backend", "reference", "--chunked-prefill-size", "128"]),
+    "states": ("qwen3_5", ["--max-mamba-cache-size", "8", "--speculative-algorithm", "NGRAM"]),
+}
 
 
-def _write_model(folder: Path) -> Path:
+def _write_model(fixture: str, folder: Path) -> Path:
     """Write the fixture with a tokenizer for its 128 ids."""
-    shutil.copytree(GOLDEN / "deepseek_v3", folder, dirs_exist_ok=True)
+    shutil.copytree(GOLDEN / fixture, folder, dirs_exist_ok=True)
     vocab = {char: value for value, char in byte_alphabet().items() if value < 128}
     tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[])).save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({}))
     return folder
 
 
-def _known_tokens() -> list[tuple[list[int], int]]:
+def _known_tokens(fixture: str) -> list[tuple[list[int], int]]:
     """Return every prefix of the fixture's prompts, and Hugging Face's greedy token after it."""
-    known = np.load(GOLDEN / "deepseek_v3" / "golden.npz")
+    known = np.load(GOLDEN / fixture / "golden.npz")
     return [
         (known[f"ids_{i}"][: end + 1].tolist(), int(known[f"logits_{i}"][end].argmax()))
         for i in range(3)
@@ -47,10 +51,10 @@ def _known_tokens() -> list[tuple[list[int], int]]:
     ]
 
 
-@pytest.mark.parametrize("form", grid(FORMS, lambda form: form == "absorbed"))
+@pytest.mark.parametrize("form", grid(FORMS, lambda form: form != "expanded"))
 def test_each_request_of_a_storm_gets_hugging_faces_token(form: str, tmp_path: Path) -> None:
-    rng = random.Random(form)
-    asked = _known_tokens() * 2
+    rng, (fixture, flags) = random.Random(form), FORMS[form]
+    asked = _known_tokens(fixture) * 2
     rng.shuffle(asked)
 
     async def storm(url: str) -> list[tuple[int, int]]:
@@ -75,11 +79,14 @@ def test_each_request_of_a_storm_gets_hugging_faces_token(form: str, tmp_path: P
             await asyncio.gather(*hung_up)
             return await asyncio.gather(*answers)
 
-    model = _write_model(tmp_path / "model")
-    with serving(str(model), "--served-model-name", "m", *FLAGS, *FORMS[form]) as server:
-        for found, expected in asyncio.run(storm(server.url)):
-            assert found == expected
-        stats = server.info()["stats"]
+    model = _write_model(fixture, tmp_path / "model")
+    with serving(str(model), "--served-model-name", "m", *FLAGS, *flags) as server:
+        for _ in range(3):  # what comes back from host memory depends on who hangs up when
+            for found, expected in asyncio.run(storm(server.url)):
+                assert found == expected
+            stats = server.info()["stats"]
+            if stats["host_load_pages"] and stats["num_preemptions"]:
+                break
         assert stats["num_preemptions"] > 0
         assert stats["cache_hit_tokens"] > 0
         assert stats["host_load_pages"] > 0
