@@ -216,8 +216,8 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     grammar have at least `smallest_draw` rows. `vocab_size` is a multiple of the number of shards: it counts the
     model's token ids, and the padding of the last shards. With `num_stages` pipeline stages, as many steps compute at
     once, each with decodes of its own. In a model that keeps a state for each sequence, a pool has `num_states` of
-    them, and a cached prefix can end at multiples of `state_unit` tokens; else both are 0. A step leaves a sequence
-    with the state at the last multiple of `state_block` tokens among those that it can't lose: `folded_tokens`.
+    them, and a cached prefix can end at multiples of `state_unit` tokens; else both are 0. After
+    a step, the state of a sequence is the one after a multiple of `state_block` tokens: see `folded_tokens`.
     """
 
     num_slots: int

@@ -133,7 +133,7 @@ def head_counts(metadata: GGUFMetadata) -> tuple[int, int]:
 
 
 def layer_counts(metadata: GGUFMetadata) -> tuple[int, int]:
-    """Return the number of a model's layers, and of those that draft and follow them."""
+    """Return how many layers a model has, and how many more, after these, draft for it."""
     return _layer_counts(_ArchitectureKeys(metadata), architecture_of(metadata))
 
 

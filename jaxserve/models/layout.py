@@ -119,7 +119,7 @@ class LaidOutModel[C: ModelConfig]:
         return tuple(dataclasses.replace(group, num_layers=counts[group]) for group in groups)
 
     def state_spec(self) -> StateSpec | None:
-        """Return the group of the layers that keep states, with those that the model has; None if no layer does."""
+        """Return the group of layers that keep states, or None if no layer does. It counts the layers of this stage."""
         delta = self.config.delta
         if delta is None:
             return None

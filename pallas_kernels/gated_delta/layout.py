@@ -105,7 +105,7 @@ class DeltaLayout:
 
     @property
     def recent(self) -> int:
-        """The inputs of the convolution that a slot keeps: those that a step of decodes reads, and those it writes."""
+        """The number of inputs of the convolution that a slot keeps. A decode reads some entries and writes others."""
         return self.taps + self.max_drafts
 
     def pool_shapes(self, num_states: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -28,7 +28,7 @@ class Prepared(NamedTuple):
 
 
 class _Carry(NamedTuple):
-    """What the loop over blocks updates; `state` is that of the current row."""
+    """The arrays that the loop over blocks updates; `state` belongs to the current row."""
 
     state: Float32[Array, "value_heads key_dim value_dim"]
     recurrent: Float32[Array, "states value_heads key_dim value_dim"]

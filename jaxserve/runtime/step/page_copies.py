@@ -153,5 +153,5 @@ WRITE_PAGES = _kind("write_pages", make=_make_write, rows=_rows)
 
 
 def pack_pages(pages: Sequence[Sequence[int]], most: int) -> np.ndarray:
-    """Return the packed input `[ranks, size]` of a call that copies at most so many pages of each rank."""
+    """Return the packed input `[ranks, size]` of a call that copies up to `most` pages of each rank."""
     return np.stack([_packing(most).pack({"pages": own}) for own in pages])

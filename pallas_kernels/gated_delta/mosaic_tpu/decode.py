@@ -61,7 +61,7 @@ def factors_of(
     decays: Float32[Array, "slots value_heads ring"],
     rows: DeltaRows,
 ) -> tuple[DecayFactors, Float32[Array, "rows value_heads ring"]]:
-    """Return the factors of each row, and the decays of its slot with that of the new token."""
+    """Return the factors of each row, and the decays of its slot, to which that of the new token was added."""
     ring = decays.shape[2]
     position = rows.folded[:, None] + (jnp.arange(ring) - rows.folded[:, None]) % ring
     lens = rows.lens[:, None]
