@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -34,52 +33,36 @@ from jaxserve.server.anthropic.protocol import (
     ToolResultPart,
     ToolUsePart,
 )
-from jaxserve.server.generation.conversation import Conversation
-from jaxserve.server.generation.tools import NamedFunction, NamedTool, Tool, ToolChoice, ToolFunction, ToolUse, tool_use
+from jaxserve.server.generation.conversation import Conversation, TemplateOptions
+from jaxserve.server.generation.message_list import MessageList, TemplateAbilities, is_open_call
+from jaxserve.server.generation.tools import CallChoice, OfferedTool, ToolUse, tool_use
 from jaxserve.server.http.decoding import validation_error
 
 BILLING_HEADER = "x-anthropic-billing-header:"
 """Claude Code begins its first system block with this and a hash of the request, which no cached prefix survives."""
 
-# Claude Code puts texts that begin with this beside results of tools.
-_REMINDER = "<system-reminder>"
 _ADDED = "This tool may be called from now on:\n"
 _REMOVED = "This tool may not be called any more: "
 _EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
 
 
-@dataclass
-class TemplateOptions:
-    """The options of a chat template that Messages sets: an assistant's last message is continued."""
-
-    continue_final_message: bool | None
-    add_generation_prompt: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    documents: list[dict[str, Any]] | None = None
-    escape_marks: bool | None = None
-
-
-def conversation(
-    request: CountTokensRequest, *, keeps_billing_header: bool, later_system: bool, text_after_result: bool = True
-) -> Conversation:
-    """Return what a request asks. With `later_system`, the model's template shows system messages after the first in
-    their place; else they become messages of the user. With `text_after_result`, it shows messages of the user after
-    results of tools; else their texts become part of the result.
+def conversation(request: CountTokensRequest, can: TemplateAbilities, *, keeps_billing_header: bool) -> Conversation:
+    """Return what a request asks, as a template that `can` do some things shows it.
 
     Raises `InvalidRequestError` naming the field that can't be used.
     """
     tools = _Tools(request)
-    messages = _Messages(tools, later_system, text_after_result)
+    messages = _Messages(tools, can)
     messages.add_system(request.system, keeps_billing_header)
     last_question = max((at for at, one in enumerate(request.messages) if one.role == "user"), default=-1)
     for number, message in enumerate(request.messages):
         passed = message.clear_at == "next_user_message" and number < last_question
-        messages.add(message, f"messages[{number}]", shows_text=not passed)
+        messages.add_message(message, f"messages[{number}]", shows_text=not passed)
     if not messages.found:
         raise InvalidRequestError("messages have no content", param="messages")
     last = messages.found[-1]
     continues = last["role"] == "assistant"
-    if continues and "tool_calls" in last:
+    if is_open_call(last):
         raise InvalidRequestError(
             "messages: the last message has a call without its result; add a message of the user with a tool_result",
             param="messages",
@@ -92,7 +75,7 @@ def conversation(
     effort = None if config is None or config.effort is None else _EFFORTS[config.effort]
     return Conversation(
         messages.rendered(),
-        TemplateOptions(continues),
+        TemplateOptions(continue_final_message=continues),
         tools=tools.use(request),
         shown_tools=tools.shown,
         form=_form(request),
@@ -116,23 +99,23 @@ class _Tools:
     """Keeps the tools that a request defines, and which of them may be called after the messages so far."""
 
     def __init__(self, request: CountTokensRequest) -> None:
-        self._defined: dict[str, ToolFunction] = {}
-        self._shown: list[Tool] = []
+        self._defined: dict[str, OfferedTool] = {}
+        self._shown: list[OfferedTool] = []
         self._callable: dict[str, None] = {}
         for number, given in enumerate(request.tools or ()):
             tool = _tool(given, f"tools[{number}]")
             self._define(tool, f"tools[{number}]")
             if not tool.defer_loading:
-                self._shown.append(Tool("function", self._defined[tool.name]))
+                self._shown.append(self._defined[tool.name])
                 self._callable[tool.name] = None
 
     def add(self, name: str, where: str) -> str:
         """Let a tool be called from here on; return the text that says so."""
-        function = self._defined.get(name)
-        if function is None:
+        tool = self._defined.get(name)
+        if tool is None:
             raise InvalidRequestError(f"{where}: no tool is called {name[:100]!r}; define it in tools", param=where)
         self._callable[name] = None
-        shown = {"name": name, "description": function.description, "input_schema": function.parameters}
+        shown = {"name": name, "description": tool.description, "input_schema": tool.parameters}
         return _ADDED + msgspec.json.encode({key: one for key, one in shown.items() if one is not None}).decode()
 
     def define(self, given: dict[str, Any], where: str) -> str:
@@ -151,48 +134,29 @@ class _Tools:
     def use(self, request: CountTokensRequest) -> ToolUse | None:
         """Return how the answer may use tools, or None if it may call none."""
         chosen = request.tool_choice
-        choice: ToolChoice = "auto"
         if isinstance(chosen, ToolChoiceNone):
-            choice = "none"
-        elif isinstance(chosen, ToolChoiceTool):
-            choice = NamedTool("function", NamedFunction(chosen.name))
-        elif isinstance(chosen, ToolChoiceAny):
-            choice = "required"
+            return None
+        names = {chosen.name: "tool_choice.name"} if isinstance(chosen, ToolChoiceTool) else None
+        choice = CallChoice(isinstance(chosen, ToolChoiceAny | ToolChoiceTool), names, named=names is not None)
         several = not getattr(chosen, "disable_parallel_tool_use", None)
-        tools = [Tool("function", self._defined[name]) for name in self._callable]
-        try:
-            found = tool_use(tools, choice, several=several)
-        except InvalidRequestError as error:
-            raise _renamed(error) from error
+        found = tool_use([self._defined[name] for name in self._callable], choice, several=several)
         return None if found is None else dataclasses.replace(found, shown=self.shown)
 
     @property
     def shown(self) -> list[dict[str, Any]]:
         """The tools that the template shows, whatever may be called now: the prompt begins alike on each turn."""
-        use = tool_use(self._shown, "auto", several=True)
-        return [] if use is None else use.shown
+        return [tool.shown for tool in {tool.name: tool for tool in self._shown}.values()]
 
     def _define(self, tool: ToolDefinition, where: str) -> None:
-        function = ToolFunction(tool.name, tool.description, tool.input_schema, tool.strict)
-        if self._defined.setdefault(tool.name, function) != function:
-            raise InvalidRequestError(
-                f"{where}.name: {tool.name!r} is the name of another tool too; give each a name of its own",
-                param=f"{where}.name",
-            )
-        try:
-            tool_use([Tool("function", function)], "auto", several=True)
-        except InvalidRequestError as error:
-            raise _renamed(error, where) from error
-
-
-def _renamed(error: InvalidRequestError, where: str = "tools[0]") -> InvalidRequestError:
-    """Return an error that names a field of Messages instead of chat's."""
-    names = {"tools[0].function.parameters": f"{where}.input_schema", "tools[0].function": where}
-    names["tool_choice.function.name"] = "tool_choice.name"
-    text, param = str(error), error.param
-    for name, own in names.items():
-        text, param = text.replace(name, own), param and param.replace(name, own)
-    return InvalidRequestError(text, param=param)
+        offered = OfferedTool(
+            tool.name,
+            tool.description,
+            tool.input_schema,
+            tool.strict is True,
+            where=where,
+            schema_field="input_schema",
+        )
+        tool_use([self._defined.setdefault(tool.name, offered), offered], CallChoice(), several=True)
 
 
 def _tool(given: dict[str, Any], where: str) -> ToolDefinition:
@@ -209,24 +173,21 @@ def _tool(given: dict[str, Any], where: str) -> ToolDefinition:
         raise validation_error(str(error), where, fields=ToolDefinition.__struct_fields__) from error
 
 
-@dataclass
-class _Messages:
-    """The messages of a chat so far. Neighbours of the same role become one message, as many templates want them."""
+class _Messages(MessageList):
+    """The messages of a chat so far, with the tools that may be called after them."""
 
-    tools: _Tools
-    later_system: bool
-    text_after_result: bool
-    found: list[dict[str, Any]] = field(default_factory=list)
-    names: dict[str, str] = field(default_factory=dict)
+    def __init__(self, tools: _Tools, can: TemplateAbilities) -> None:
+        super().__init__(can)
+        self._tools = tools
 
     def add_system(self, given: str | Sequence[TextPart] | None, keeps_billing_header: bool) -> None:
         """Add the system prompt, without Claude Code's billing header."""
         texts = [given] if isinstance(given, str) else [part.text for part in given or ()]
         if texts and not keeps_billing_header and texts[0].startswith(BILLING_HEADER):
             texts[0] = texts[0].partition("\n")[2].lstrip("\n")
-        self._add("system", [text for text in texts if text])
+        self.add("system", [text for text in texts if text])
 
-    def add(self, message: MessageParam, where: str, *, shows_text: bool) -> None:
+    def add_message(self, message: MessageParam, where: str, *, shows_text: bool) -> None:
         """Add a message. Without `shows_text`, only its changes of tools remain."""
         parts = [TextPart(message.content)] if isinstance(message.content, str) else message.content or []
         if message.output_config:
@@ -235,7 +196,7 @@ class _Messages:
                 param=f"{where}.output_config",
             )
         if message.role == "assistant":
-            self._add_answer(parts, where)
+            self._add_blocks(parts, where)
             return
         texts: list[str] = []
         for number, part in enumerate(parts):
@@ -244,22 +205,22 @@ class _Messages:
                 texts += [part.text] if shows_text and part.text else []
             elif message.role == "system" and isinstance(part, ToolAdditionPart):
                 if isinstance(part.tool, InlineTool):
-                    texts.append(self.tools.define(part.tool.definition, f"{place}.tool.definition"))
+                    texts.append(self._tools.define(part.tool.definition, f"{place}.tool.definition"))
                 else:
-                    texts.append(self.tools.add(part.tool.name, f"{place}.tool.name"))
+                    texts.append(self._tools.add(part.tool.name, f"{place}.tool.name"))
             elif message.role == "system" and isinstance(part, ToolRemovalPart):
-                texts.append(self.tools.remove(part.tool.name, f"{place}.tool.name"))
+                texts.append(self._tools.remove(part.tool.name, f"{place}.tool.name"))
             elif message.role == "user" and isinstance(part, ToolResultPart):
-                self._add(message.role, texts)
+                self.add(message.role, texts)
                 texts = []
-                self._add_result(part, place)
+                self._add_tool_result(part, place)
             elif message.role == "user" and isinstance(part, ToolReferencePart):
-                texts.append(self.tools.add(part.tool_name, f"{place}.tool_name"))
+                texts.append(self._tools.add(part.tool_name, f"{place}.tool_name"))
             else:
                 raise _refused(part, place, message.role)
-        self._add(message.role, texts)
+        self.add(message.role, texts)
 
-    def _add_answer(self, parts: Sequence[Any], where: str) -> None:
+    def _add_blocks(self, parts: Sequence[Any], where: str) -> None:
         texts, thoughts, calls = [], [], []
         for number, part in enumerate(parts):
             if isinstance(part, TextPart):
@@ -267,72 +228,25 @@ class _Messages:
             elif isinstance(part, ThinkingPart):
                 thoughts.append(part.thinking)
             elif isinstance(part, ToolUsePart):
-                self.names[part.id] = part.name
-                calls.append(
-                    {"id": part.id, "type": "function", "function": {"name": part.name, "arguments": part.input or {}}}
-                )
+                calls.append((part.id, part.name, part.input or {}))
             elif not isinstance(part, RedactedThinkingPart):
                 raise _refused(part, f"{where}.content[{number}]", "assistant")
-        message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
-        if any(thoughts):
-            message["reasoning_content"] = "\n".join(filter(None, thoughts))
-        if calls:
-            message["tool_calls"] = calls
-        last = self.found[-1] if self.found else {}
-        if last.get("role") == "assistant":
-            last["content"] += message["content"]
-            for name in ("reasoning_content", "tool_calls"):
-                if name in message:
-                    last[name] = last[name] + message[name] if name in last else message[name]
-        elif len(message) > 2 or message["content"]:
-            self.found.append(message)
+        self.add_answer("".join(texts), "\n".join(filter(None, thoughts)), calls)
 
-    def _add_result(self, result: ToolResultPart, where: str) -> None:
+    def _add_tool_result(self, result: ToolResultPart, where: str) -> None:
         texts = [result.content] if isinstance(result.content, str) else []
         for number, part in enumerate([] if isinstance(result.content, str) else result.content or []):
             place = f"{where}.content[{number}]"
             if isinstance(part, TextPart):
                 texts.append(part.text)
             elif isinstance(part, ToolReferencePart):
-                texts.append(self.tools.add(part.tool_name, f"{place}.tool_name"))
+                texts.append(self._tools.add(part.tool_name, f"{place}.tool_name"))
             else:
                 raise _refused(part, place, "user")
         text = "\n".join(texts)
         if result.is_error and "error" not in text[:80].lower():
             text = f"Error: {text}" if text else "Error"
-        last, before = self.found[-1:], self.found[-2:-1]
-        if not self.text_after_result and last and last[0]["role"] == "user" and before and "tool_calls" in before[0]:
-            text = "\n\n".join([*self.found.pop()["content"], text])
-        message: dict[str, Any] = {"role": "tool", "tool_call_id": result.tool_use_id, "content": text}
-        if name := self.names.get(result.tool_use_id):
-            message["name"] = name
-        self.found.append(message)
-
-    def rendered(self) -> list[dict[str, Any]]:
-        """Return the messages, each with one text: some templates would join several without anything between."""
-        return [
-            {**message, "content": "\n".join(message["content"])} if isinstance(message["content"], list) else message
-            for message in self.found
-        ]
-
-    def _add(self, role: str, texts: Sequence[str]) -> None:
-        if not texts:
-            return
-        begins = [message["role"] for message in self.found] in ([], ["system"])
-        if role == "system" and not begins and not self.later_system:
-            role, texts = "user", [f"<system>\n{text}\n</system>" for text in texts]
-        last = self.found[-1] if self.found else {}
-        if last.get("role") == role and (role == "user" or begins):
-            last["content"] += texts
-        elif last.get("role") == "tool" and role == "user" and self._belong_to_result(texts):
-            last["content"] = "\n\n".join([last["content"], *texts])
-        else:
-            self.found.append({"role": role, "content": [*texts]})
-
-    def _belong_to_result(self, texts: Sequence[str]) -> bool:
-        """Return whether texts after a result become part of it. A reminder is no question: after one, templates would
-        drop the reasoning before it."""
-        return not self.text_after_result or all(text.startswith(_REMINDER) for text in texts)
+        self.add_result(result.tool_use_id, text)
 
 
 _KINDS: Mapping[str, str] = {"image": "images", "document": "documents", "search_result": "search results"}

@@ -12,9 +12,9 @@ from jaxserve.server.anthropic.responses import TokenCount
 from jaxserve.server.errors import ContextLengthError, HttpError
 from jaxserve.server.generation.conversation import Conversation, count_prompt, prepare_answer
 from jaxserve.server.generation.engine_requests import engine_requests
+from jaxserve.server.generation.message_list import template_abilities
 from jaxserve.server.generation.responder import respond
 from jaxserve.server.generation.sampling_fields import sampling_params
-from jaxserve.server.generation.template_facts import shows_later_system, shows_text_after_result
 from jaxserve.server.http.exchange import HttpExchange
 from jaxserve.server.http.fields import refuse_unsupported_fields
 from jaxserve.server.server_state import LoadedModel, ServerState
@@ -87,8 +87,5 @@ async def _conversation(state: ServerState, loaded: LoadedModel, request: CountT
         raise ThreadUnsupportedError
     refuse_unsupported_fields(request)
     return conversation(
-        request,
-        keeps_billing_header=state.config.keep_billing_header,
-        later_system=await shows_later_system(loaded),
-        text_after_result=await shows_text_after_result(loaded),
+        request, await template_abilities(loaded), keeps_billing_header=state.config.keep_billing_header
     )

@@ -7,10 +7,12 @@ import enum
 import re
 import uuid
 from dataclasses import dataclass
+from typing import Literal
 
 import msgspec
 
 from jaxserve.api_types import FinishReason
+from jaxserve.server.generation.custom_input import CustomInputReader
 from jaxserve.server.generation.tools import ToolUse
 from jaxserve.server.server_state import LoadedModel
 from jaxserve.text.answers.answer import Answer
@@ -111,13 +113,13 @@ def answer_grammar(loaded: LoadedModel, tools: ToolUse | None, form: str, place:
     names = loaded.formats
     strict = frozenset() if tools is None else tools.strict
     if names.in_channels:
-        if not form and (tools is None or not (tools.required or tools.strict)):
+        if not form and (tools is None or not (tools.required or tools.held)):
             return ""
         schemas, required = ({}, False) if tools is None else (tools.schemas, tools.required)
         return channels_grammar(form, schemas, loaded.tokenizer, required=required, strict=strict)
     if tools is not None and tools.required:
         form = calls_grammar(names.calls.held, tools.schemas, loaded.tokenizer, several=tools.several, strict=strict)
-    elif tools is not None and (form or tools.strict):
+    elif tools is not None and (form or tools.held):
         make = calls_grammar if form else free_calls_grammar
         calls = make(names.calls.free, tools.schemas, loaded.tokenizer, several=tools.several, strict=strict)
         form = either(form, calls) if form else calls
@@ -128,12 +130,13 @@ def answer_grammar(loaded: LoadedModel, tools: ToolUse | None, form: str, place:
 
 class AnswerPart(msgspec.Struct, frozen=True, gc=False):
     """A new part of an answer. Parts of a call have its number and its id: the name comes first, then its arguments, as
-    pieces of one JSON text."""
+    pieces of one JSON text, or the `input` of a custom tool, as pieces of any text."""
 
-    kind: Kind
+    kind: Kind | Literal["input"]
     text: str
     call: int = 0
     call_id: str = ""
+    is_custom: bool = False
 
 
 class AnswerReader:
@@ -144,6 +147,7 @@ class AnswerReader:
         self._answer = Answer(plan.formats)
         self._num_calls = 0
         self._call_id = ""
+        self._input: CustomInputReader | None = None
         self._offsets: list[int] = []
 
     @property
@@ -167,8 +171,10 @@ class AnswerReader:
         parts = self._answer.push(delta.text, last=delta.finish_reason is not None)
         if delta.finish_reason is FinishReason.LENGTH and plan.held is not None:
             parts = _without_cut_call(parts, plan.held)
-        found = []
+        found: list[AnswerPart] = []
         for kind, text in parts:
+            if kind != "arguments":
+                self._end_input(found)
             if kind == "content":
                 found.append(AnswerPart("content", text))
             elif kind == "reasoning" and plan.reasons:
@@ -177,12 +183,35 @@ class AnswerReader:
             elif kind == "reasoning" or plan.tools is None:  # a call, though the request has no tools
                 found.append(AnswerPart("content", text))
             else:
-                if kind == "call":
-                    self._num_calls += 1
-                    self._call_id = plan.make_id()
-                if self._num_calls == 1 or plan.tools.several:
-                    found.append(AnswerPart(kind, text, self._num_calls - 1, self._call_id))
+                self._add_call(kind, text, plan.tools, found)
+        if delta.finish_reason is not None:
+            self._end_input(found)
         return found
+
+    def _add_call(self, kind: Kind, text: str, tools: ToolUse, found: list[AnswerPart]) -> None:
+        """Add the name of a call, or a piece of its arguments."""
+        if kind == "call":
+            self._num_calls += 1
+            self._call_id = self._plan.make_id()
+        if self._num_calls > 1 and not tools.several:
+            return
+        if kind == "call":
+            is_custom = text in tools.customs
+            self._input = CustomInputReader() if is_custom else None
+            found.append(AnswerPart(kind, text, self._num_calls - 1, self._call_id, is_custom))
+        elif self._input is not None:
+            self._add_input(self._input.push(text), found)
+        else:
+            found.append(AnswerPart(kind, text, self._num_calls - 1, self._call_id))
+
+    def _end_input(self, found: list[AnswerPart]) -> None:
+        if self._input is not None:
+            rest, self._input = self._input.finish(), None
+            self._add_input(rest, found)
+
+    def _add_input(self, text: str, found: list[AnswerPart]) -> None:
+        if text:
+            found.append(AnswerPart("input", text, self._num_calls - 1, self._call_id, is_custom=True))
 
 
 def _without_cut_call(parts: list[Part], form: CallText) -> list[Part]:

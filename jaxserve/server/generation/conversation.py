@@ -25,6 +25,17 @@ from jaxserve.text.answers.thought_marks import ThoughtMarks
 from jaxserve.text.grammars.formats import grammar_of
 
 
+@dataclass
+class TemplateOptions:
+    """`ChatOptions` of an API whose requests have no such fields, or few."""
+
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+    escape_marks: bool | None = None
+
+
 @dataclass(frozen=True)
 class Conversation:
     """Messages, the options of their template, and what is asked of the answer.

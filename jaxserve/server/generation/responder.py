@@ -26,7 +26,7 @@ from jaxserve.text.output import OutputDelta, OutputSoFar
 
 # JSON has no infinity; OpenAI writes this instead.
 LOGPROB_FLOOR = -9999.0
-_KIND_AND_CALL = operator.attrgetter("kind", "call", "call_id")
+_KIND_AND_CALL = operator.attrgetter("kind", "call", "call_id", "is_custom")
 
 
 class TotalUsage(NamedTuple):

@@ -8,12 +8,12 @@ import msgspec
 
 from jaxserve.api_types import EngineRequest, FinishReason
 from jaxserve.server.generation.answers import AnswerPart, AnswerPlan
+from jaxserve.server.generation.chat_tools import chat_tool_use
 from jaxserve.server.generation.conversation import Conversation, prepare_answer
 from jaxserve.server.generation.engine_requests import engine_requests
 from jaxserve.server.generation.prompts import max_output_tokens
 from jaxserve.server.generation.responder import ResponseChoice, TotalUsage, respond
 from jaxserve.server.generation.structured_fields import structured_outputs
-from jaxserve.server.generation.tools import tool_use
 from jaxserve.server.http.exchange import HttpExchange
 from jaxserve.server.openai.chunks import OpenAIShape
 from jaxserve.server.openai.logprobs import chat_logprobs
@@ -25,6 +25,9 @@ from jaxserve.server.openai.responses import (
     ChatDelta,
     ChatMessage,
     ChatResponse,
+    CustomCall,
+    CustomDelta,
+    CustomToolCall,
     FunctionCall,
     FunctionDelta,
     ToolCall,
@@ -51,7 +54,7 @@ async def prepare(
     """Return what the engine is to compute, and how its answers are read. Raises `InvalidRequestError`."""
     request.check_supported()
     requested_limit, logprobs = request.max_output_tokens(), request.num_logprobs()
-    tools = tool_use(request.tools, request.tool_choice, several=request.parallel_tool_calls is not False)
+    tools = chat_tool_use(request.tools, request.tool_choice, several=request.parallel_tool_calls is not False)
     reasoning = request.reasoning_options()
     conversation = Conversation(
         request.messages,
@@ -129,10 +132,8 @@ class _ChatShape(OpenAIShape):
         if self._plan.reasons and self._plan.shows_reasoning:
             message.reasoning_content = reasoning
         if calls:
-            arguments = {part.call: part.text for part in parts if part.kind == "arguments"}
-            message.tool_calls = [
-                ToolCall(part.call_id, FunctionCall(part.text, arguments.get(part.call, ""))) for part in calls
-            ]
+            given = {part.call: part.text for part in parts if part.kind in ("arguments", "input")}
+            message.tool_calls = [_call(part, given.get(part.call, "")) for part in calls]
         return ChatChoice(
             index=choice.index,
             message=message,
@@ -157,16 +158,32 @@ class _ChatShape(OpenAIShape):
         return shaped
 
 
+def _call(part: AnswerPart, given: str) -> ToolCall | CustomToolCall:
+    if part.is_custom:
+        return CustomToolCall(part.call_id, CustomCall(part.text, given))
+    return ToolCall(part.call_id, FunctionCall(part.text, given))
+
+
 def _chat_delta(parts: Sequence[AnswerPart]) -> ChatDelta:
     """Return parts of an answer as parts of a message."""
     calls: list[CallDelta] = []
     for part in parts:
-        if part.kind == "call":
-            calls.append(CallDelta(part.call, FunctionDelta("", part.text), part.call_id, "function"))
-        elif part.kind == "arguments":
+        if part.kind == "call" and part.is_custom:
+            calls.append(CallDelta(part.call, custom=CustomDelta("", part.text), id=part.call_id, type="custom"))
+        elif part.kind == "call":
+            calls.append(CallDelta(part.call, FunctionDelta("", part.text), id=part.call_id, type="function"))
+        elif part.kind in ("arguments", "input"):
             if not calls or calls[-1].index != part.call:
-                calls.append(CallDelta(part.call, FunctionDelta("")))
-            calls[-1].function.arguments += part.text
+                is_custom = part.kind == "input"
+                calls.append(
+                    CallDelta(part.call, custom=CustomDelta(""))
+                    if is_custom
+                    else CallDelta(part.call, FunctionDelta(""))
+                )
+            if calls[-1].custom:
+                calls[-1].custom.input += part.text
+            elif calls[-1].function:
+                calls[-1].function.arguments += part.text
     content, reasoning = _text(parts, "content"), _text(parts, "reasoning")
     return ChatDelta(content=content, reasoning_content=reasoning, tool_calls=calls or None)
 

@@ -12,6 +12,7 @@ import msgspec
 
 from jaxserve import api_types
 from jaxserve.errors import InvalidRequestError
+from jaxserve.server.generation.chat_tools import ToolChoice, Tools
 from jaxserve.server.generation.message_fields import (
     CONTINUE_FINAL_MESSAGE,
     Documents,
@@ -22,7 +23,6 @@ from jaxserve.server.generation.message_fields import (
 )
 from jaxserve.server.generation.sampling_fields import sampling_params, with_shared_options
 from jaxserve.server.generation.structured_fields import StructuredFields
-from jaxserve.server.generation.tools import ToolChoice, Tools
 from jaxserve.server.http.fields import (
     PROMPT_IDS,
     PROMPT_TEXT,

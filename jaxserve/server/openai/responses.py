@@ -112,11 +112,26 @@ class FunctionCall(msgspec.Struct):
 
 
 class ToolCall(msgspec.Struct):
-    """A call of a tool."""
+    """A call of a function."""
 
     id: str
     function: FunctionCall
     type: Literal["function"] = "function"
+
+
+class CustomCall(msgspec.Struct):
+    """A custom tool and its input, which is any text."""
+
+    name: str
+    input: str
+
+
+class CustomToolCall(msgspec.Struct):
+    """A call of a custom tool."""
+
+    id: str
+    custom: CustomCall
+    type: Literal["custom"] = "custom"
 
 
 class ChatMessage(msgspec.Struct):
@@ -129,7 +144,7 @@ class ChatMessage(msgspec.Struct):
     content: str | None
     refusal: None = None
     reasoning_content: str | msgspec.UnsetType | None = msgspec.UNSET
-    tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
+    tool_calls: list[ToolCall | CustomToolCall] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
@@ -164,13 +179,21 @@ class FunctionDelta(msgspec.Struct):
     name: str | msgspec.UnsetType = msgspec.UNSET
 
 
+class CustomDelta(msgspec.Struct):
+    """The new part of a call of a custom tool: the name comes first, then the input in pieces."""
+
+    input: str
+    name: str | msgspec.UnsetType = msgspec.UNSET
+
+
 class CallDelta(msgspec.Struct):
     """The new part of the call number `index`; its first one has the id and the name."""
 
     index: int
-    function: FunctionDelta
+    function: FunctionDelta | msgspec.UnsetType = msgspec.UNSET
+    custom: CustomDelta | msgspec.UnsetType = msgspec.UNSET
     id: str | msgspec.UnsetType = msgspec.UNSET
-    type: Literal["function"] | msgspec.UnsetType = msgspec.UNSET
+    type: Literal["function", "custom"] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatDelta(msgspec.Struct, omit_defaults=True):

@@ -8,9 +8,9 @@ import msgspec
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.server.generation.chat_messages import render_prompt
+from jaxserve.server.generation.chat_tools import Tools, chat_tool_use
 from jaxserve.server.generation.message_fields import CONTINUE_FINAL_MESSAGE, Documents, Messages, TemplateArguments
 from jaxserve.server.generation.prompts import encode_texts, run_off_event_loop
-from jaxserve.server.generation.tools import Tools, tool_use
 from jaxserve.server.http.exchange import HttpExchange
 from jaxserve.server.http.fields import (
     ModelName,
@@ -126,7 +126,7 @@ async def tokenize(state: ServerState, exchange: HttpExchange, request: Tokenize
     if (request.prompt is None) == (request.messages is None):
         raise InvalidRequestError("Give one of prompt and messages", param="prompt")
     if request.messages is not None:
-        tools = tool_use(request.tools, None, several=True)
+        tools = chat_tool_use(request.tools, None, several=True)
         _, text, encoder = await render_prompt(state, loaded, request.messages, request, tools.shown if tools else None)
         add_special_tokens = request.add_special_tokens is True
     else:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from jaxserve.server.anthropic.conversation import conversation
 from jaxserve.server.anthropic.protocol import CountTokensRequest
+from jaxserve.server.generation.message_list import TemplateAbilities
 from jaxserve.server.generation.template_facts import shows_later_system
 from tests.server.conftest import ServerUnderTest, make_state, over_asgi
 from tests.server.fake_engine import QUEUE_FULL
@@ -208,7 +209,7 @@ def test_choices_of_tools(choice: Any, expected: tuple[bool, bool]):
 
 def asked(later_system: bool = True, keeps: bool = False, **fields: Any):
     request = msgspec.convert({"messages": HELLO} | fields, CountTokensRequest)
-    return conversation(request, keeps_billing_header=keeps, later_system=later_system)
+    return conversation(request, TemplateAbilities(later_system), keeps_billing_header=keeps)
 
 
 def test_messages_become_those_of_a_chat():

@@ -163,7 +163,7 @@ async def test_a_conversation_with_calls_and_results():
         (
             {"tools": [WEATHER, {**TIME, "function": TIME["function"] | {"name": "weather"}}]},
             "tools[1].function.name",
-            "another function too; give each a name of its own",
+            "another tool too; give each a name of its own",
         ),
         ({"tools": [{"type": "custom", "custom": {}}]}, "tools[0]", "custom"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "matching regex"),
