@@ -14,15 +14,16 @@ from jaxserve.server.generation.engine_requests import engine_requests
 from jaxserve.server.generation.prompts import max_output_tokens
 from jaxserve.server.generation.responder import ResponseChoice, TotalUsage, respond
 from jaxserve.server.generation.structured_fields import structured_outputs
+from jaxserve.server.generation.token_logprobs import token_logprobs
 from jaxserve.server.http.exchange import HttpExchange
 from jaxserve.server.openai.chunks import OpenAIShape
-from jaxserve.server.openai.logprobs import chat_logprobs
 from jaxserve.server.openai.protocol import ChatRequest
 from jaxserve.server.openai.responses import (
     CallDelta,
     ChatChoice,
     ChatChunkChoice,
     ChatDelta,
+    ChatLogprobs,
     ChatMessage,
     ChatResponse,
     CustomCall,
@@ -137,7 +138,7 @@ class _ChatShape(OpenAIShape):
         return ChatChoice(
             index=choice.index,
             message=message,
-            logprobs=chat_logprobs(self.tokenizer, end.logprobs) if self._request.logprobs else None,
+            logprobs=ChatLogprobs(token_logprobs(self.tokenizer, end.logprobs)) if self._request.logprobs else None,
             finish_reason=_finish_reason(choice, end),
             stop_reason=end.stop_reason,
             matched_stop=end.matched_stop,
@@ -149,7 +150,7 @@ class _ChatShape(OpenAIShape):
         shaped = ChatChunkChoice(
             index=choice.index,
             delta=_chat_delta(parts) if parts or delta.finish_reason is not None else ChatDelta(content=""),
-            logprobs=chat_logprobs(self.tokenizer, delta.logprobs) if delta.logprobs else None,
+            logprobs=ChatLogprobs(token_logprobs(self.tokenizer, delta.logprobs)) if delta.logprobs else None,
             token_ids=delta.token_ids if self._request.return_token_ids else msgspec.UNSET,
         )
         if delta.finish_reason is not None:

@@ -1,4 +1,4 @@
-"""Converts the engine's log probabilities to OpenAI's two shapes. Computes none: it adds texts and arranges them."""
+"""Converts the engine's log probabilities to the shape of completions. Computes none: it adds texts and arranges them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from jaxserve.api_types import TokenLogprobs
 from jaxserve.server.generation.responder import LOGPROB_FLOOR
-from jaxserve.server.openai.responses import ChatLogprobs, ChatTokenLogprob, CompletionLogprobs, TopLogprob
+from jaxserve.server.openai.responses import CompletionLogprobs
 from jaxserve.text.detokenizer import IncrementalDetokenizer
 
 if TYPE_CHECKING:
@@ -51,29 +51,6 @@ def extend(all_of: CompletionLogprobs, more: CompletionLogprobs) -> None:
     all_of.token_logprobs += more.token_logprobs
     all_of.top_logprobs += more.top_logprobs
     all_of.text_offset += more.text_offset
-
-
-def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> ChatLogprobs:
-    """Return the shape of chat completions. As in vLLM, the chosen token is the first of the alternatives, before the
-    likeliest ones, and counts as one of them."""
-
-    def named(token: int, logprob: float) -> tuple[str, float, list[int]]:
-        return tokenizer.token_text(token), max(logprob, LOGPROB_FLOOR), list(tokenizer.token_bytes(token))
-
-    return ChatLogprobs(
-        [
-            ChatTokenLogprob(
-                *named(entry.token_id, entry.logprob),
-                [TopLogprob(*named(token, value)) for token, value in _chosen_first(entry)],
-            )
-            for entry in entries
-        ]
-    )
-
-
-def _chosen_first(entry: TokenLogprobs) -> list[tuple[int, float]]:
-    others = [one for one in zip(entry.top_ids, entry.top_logprobs) if one[0] != entry.token_id]
-    return [(entry.token_id, entry.logprob), *others][: len(entry.top_ids)]
 
 
 def _top(tokenizer: Tokenizer, entry: TokenLogprobs) -> dict[str, float]:

@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from jaxserve.server.generation.responder import TotalUsage
+from jaxserve.server.generation.token_logprobs import TokenLogprobInfo
 
 
 class PromptTokensDetails(msgspec.Struct):
@@ -80,27 +81,10 @@ class CompletionResponse(msgspec.Struct, kw_only=True):
     usage: UsageInfo
 
 
-class TopLogprob(msgspec.Struct):
-    """A token and its log probability; `bytes` is exact where `token` can't be."""
-
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class ChatTokenLogprob(msgspec.Struct):
-    """The sampled token and the most likely tokens at its position."""
-
-    token: str
-    logprob: float
-    bytes: list[int]
-    top_logprobs: list[TopLogprob]
-
-
 class ChatLogprobs(msgspec.Struct):
     """The log probabilities of a message, one entry per token."""
 
-    content: list[ChatTokenLogprob]
+    content: list[TokenLogprobInfo]
     refusal: None = None
 
 
@@ -111,12 +95,11 @@ class FunctionCall(msgspec.Struct):
     arguments: str
 
 
-class ToolCall(msgspec.Struct):
+class ToolCall(msgspec.Struct, tag="function"):
     """A call of a function."""
 
     id: str
     function: FunctionCall
-    type: Literal["function"] = "function"
 
 
 class CustomCall(msgspec.Struct):
@@ -126,12 +109,11 @@ class CustomCall(msgspec.Struct):
     input: str
 
 
-class CustomToolCall(msgspec.Struct):
+class CustomToolCall(msgspec.Struct, tag="custom"):
     """A call of a custom tool."""
 
     id: str
     custom: CustomCall
-    type: Literal["custom"] = "custom"
 
 
 class ChatMessage(msgspec.Struct):
