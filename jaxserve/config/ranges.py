@@ -53,6 +53,9 @@ ENGINE_RANGES: Ranges = {
 SERVER_RANGES: Ranges = {
     "api_server_count": (1, 256),
     "default_thinking_budget": (-1, MOST),
+    "max_stored_responses": (0, MOST),
+    "max_stored_response_bytes": (0, _MOST_BYTES),
+    "stored_response_seconds": (0, MOST),
     "max_body_bytes": (1, _MOST_BYTES),
     "max_header_bytes": (1, _MOST_BYTES),
     "request_read_timeout": (_ABOVE_0, _MOST_SECONDS),

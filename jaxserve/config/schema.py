@@ -445,6 +445,15 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             description="tokens of reasoning after which the answer must follow, for chats that name none; -1: no bound"
         ),
     ] = -1
+    max_stored_responses: Annotated[
+        int, Meta(description="number of /v1/responses that are kept in memory, to be continued or read by id; 0: none")
+    ] = 1000
+    max_stored_response_bytes: Annotated[
+        int, Meta(description="size of all responses that are kept; those that were not used for longest go first")
+    ] = 256 * 2**20
+    stored_response_seconds: Annotated[
+        float, Meta(description="seconds for which a response is kept after its last use")
+    ] = 3600.0
     api_server_count: Annotated[
         int, Meta(description="number of processes that answer HTTP, on one port; more than 1 need a processor each")
     ] = 1

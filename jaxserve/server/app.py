@@ -35,6 +35,16 @@ from jaxserve.server.openai.models import get_model, list_models
 from jaxserve.server.openai.protocol import ChatRequest, CompletionRequest
 from jaxserve.server.openai.render import RenderedRequest, render_chat, render_completions
 from jaxserve.server.openai.responses import ChatResponse, CompletionResponse, ModelCard, ModelList
+from jaxserve.server.responses_api.bodies import DeletedResponse, InputItemList, InputTokenCount, ResponseObject
+from jaxserve.server.responses_api.protocol import ResponsesInput, ResponsesRequest
+from jaxserve.server.responses_api.routes import (
+    cancel_response,
+    count_input_tokens,
+    create_response,
+    delete_response,
+    get_response,
+    list_input_items,
+)
 from jaxserve.server.server_state import ServerState
 from jaxserve.server.sglang.generate import generate
 from jaxserve.server.sglang.generate_protocol import GenerateOutput, GenerateRequest
@@ -91,10 +101,10 @@ def make_app(state: ServerState) -> Router:
             documents[is_loaded] = msgspec.Raw(openapi_document(operations, state))
         await exchange.respond(documents[is_loaded])
 
-    routes = [Route("/openapi.json", BodilessEndpoint("/openapi.json", state, openapi), methods=["GET"])]
-    for path, handle_bodiless in {item.path: handle for item, handle in _BODILESS}.items():
-        methods = [item.method for item, _ in _BODILESS if item.path == path]
-        routes.append(Route(path, BodilessEndpoint(path, state, handle_bodiless), methods=methods))
+    routes = [Route("/openapi.json", BodilessEndpoint("/openapi.json", state, {"GET": openapi}), methods=["GET"])]
+    for path in dict.fromkeys(item.path for item, _ in _BODILESS):
+        by_method = {item.method: handle for item, handle in _BODILESS if item.path == path}
+        routes.append(Route(path, BodilessEndpoint(path, state, by_method), methods=[*by_method]))
     for item, handle in _POSTS:
         assert item.body is not None
         routes.append(Route(item.path, JsonEndpoint(item.path, state, item.body, handle), methods=["POST"]))
@@ -116,6 +126,7 @@ def make_app(state: ServerState) -> Router:
 
 
 _FLUSH = "Empty the prefix cache"
+_RESPONSE = "/v1/responses/{response_id}"
 _BODILESS: tuple[tuple[Operation, BodilessHandler], ...] = (
     (Operation("GET", "/health", "Whether the engine makes progress"), admin_routes.health),
     (Operation("GET", "/ready", "Whether the server accepts new requests"), admin_routes.ready),
@@ -135,6 +146,16 @@ _BODILESS: tuple[tuple[Operation, BodilessHandler], ...] = (
     (Operation("GET", "/metrics", "Prometheus metrics", content_type="text/plain"), admin_routes.metrics),
     (Operation("GET", "/v1/models", "The served models", response=ModelList), list_models),
     (Operation("GET", "/v1/models/{model:path}", "One model", response=ModelCard), get_model),
+    (
+        Operation("GET", _RESPONSE, "A response that is kept, or is being written", response=ResponseObject),
+        get_response,
+    ),
+    (Operation("DELETE", _RESPONSE, "Forget a response", response=DeletedResponse), delete_response),
+    (Operation("POST", f"{_RESPONSE}/cancel", "Abort a response", response=ResponseObject), cancel_response),
+    (
+        Operation("GET", f"{_RESPONSE}/input_items", "What a response was an answer to", response=InputItemList),
+        list_input_items,
+    ),
     (Operation("GET", "/flush_cache", _FLUSH, content_type="text/plain"), admin_routes.flush_cache),
     (Operation("POST", "/flush_cache", _FLUSH, content_type="text/plain"), admin_routes.flush_cache),
 )
@@ -172,6 +193,21 @@ _POSTS = (
         streams=True,
     ),
     _post("/v1/messages/count_tokens", "Count the tokens of a prompt", count_tokens, CountTokensRequest, TokenCount),
+    _post(
+        "/v1/responses",
+        "Answer a conversation, OpenAI's newer route",
+        create_response,
+        ResponsesRequest,
+        ResponseObject,
+        streams=True,
+    ),
+    _post(
+        "/v1/responses/input_tokens",
+        "Count the tokens of a prompt",
+        count_input_tokens,
+        ResponsesInput,
+        InputTokenCount,
+    ),
     _post("/generate", "Continue prompts, SGLang's own route", generate, GenerateRequest, GenerateOutput, streams=True),
     _post("/tokenize", "Text to ids", tokenize, TokenizeRequest, TokenizeResponse),
     _post("/detokenize", "Ids to text", detokenize, DetokenizeRequest, DetokenizeResponse),

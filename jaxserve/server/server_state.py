@@ -24,7 +24,19 @@ from jaxserve.errors import EngineDeadError
 from jaxserve.observability.metrics import Metrics
 from jaxserve.server.errors import UnavailableError
 from jaxserve.server.refusals import Refusals
-from jaxserve.server.siblings import AbortQuestion, ApiProcessInfo, DescribeQuestion, NoSiblings, Question, Siblings
+from jaxserve.server.response_store import ResponseStore, StoredResponse
+from jaxserve.server.siblings import (
+    AbortQuestion,
+    ApiProcessInfo,
+    DeleteQuestion,
+    DescribeQuestion,
+    ItemQuestion,
+    NoSiblings,
+    OpenResponseQuestion,
+    Question,
+    ResponseQuestion,
+    Siblings,
+)
 
 if TYPE_CHECKING:
     from jaxserve.api_types import ReplicaStats
@@ -142,6 +154,12 @@ class ServerState:
             self.metrics.rejections,
             num_processes=config.api_server_count,
         )
+        num_processes = config.api_server_count
+        self.responses = ResponseStore(
+            -(-config.max_stored_responses // num_processes),
+            config.max_stored_response_bytes // num_processes,
+            config.stored_response_seconds,
+        )
         self.num_open_requests = 0
         self.idle = asyncio.Event()
         self.idle.set()
@@ -244,9 +262,46 @@ class ServerState:
                 return sum(request.abort(indexes) for request, indexes in self._open_by_id.get(rid, ()))
             case DescribeQuestion():
                 return msgspec.to_builtins(ApiProcessInfo(os.getpid(), self.num_open_requests))
+            case ResponseQuestion(response_id):
+                return msgspec.to_builtins(self.responses.get(response_id), builtin_types=(bytes,))
+            case ItemQuestion(item_id):
+                return self.responses.item(item_id)
+            case OpenResponseQuestion(response_id, cancels):
+                found = self.responses.snapshot(response_id, "cancelled" if cancels else "in_progress")
+                if found is not None and cancels:
+                    self.answer(AbortQuestion(response_id))
+                return found
+            case DeleteQuestion(response_id):
+                return self.responses.delete(response_id)
+
+    async def stored_response(self, response_id: str) -> StoredResponse | None:
+        """Return a response that some API process keeps, or None."""
+        found = await self._ask_first(ResponseQuestion(response_id))
+        return None if found is None else msgspec.convert(found, StoredResponse)
+
+    async def stored_item(self, item_id: str) -> bytes | None:
+        """Return an item of a response that some API process keeps, as JSON, or None."""
+        found: bytes | None = await self._ask_first(ItemQuestion(item_id))
+        return found
+
+    async def open_response(self, response_id: str, *, cancels: bool = False) -> bytes | None:
+        """Return a response that some API process is writing, as JSON, or None. With `cancels`, it is aborted."""
+        found: bytes | None = await self._ask_first(OpenResponseQuestion(response_id, cancels))
+        return found
+
+    async def delete_response(self, response_id: str) -> bool:
+        """Forget a response in all API processes, and return whether one kept it."""
+        return any(await self._ask_all(DeleteQuestion(response_id)))
 
     async def _ask_all(self, question: Question) -> list[Any]:
         return [self.answer(question), *await self._siblings.ask(question)]
+
+    async def _ask_first(self, question: Question) -> Any:
+        """Return an answer that isn't None: that of this process, or else that of another."""
+        own = self.answer(question)
+        if own is not None:
+            return own
+        return next((answer for answer in await self._siblings.ask(question) if answer is not None), None)
 
     def abort_own(self) -> int:
         """Abort every open request of this process and return the number of sequences aborted."""

@@ -17,7 +17,32 @@ class DescribeQuestion(msgspec.Struct, frozen=True, tag=True):
     """The answer is an `ApiProcessInfo`."""
 
 
-Question = AbortQuestion | DescribeQuestion
+class ResponseQuestion(msgspec.Struct, frozen=True, tag=True):
+    """The answer is the `StoredResponse` of this id, or None."""
+
+    response_id: str
+
+
+class ItemQuestion(msgspec.Struct, frozen=True, tag=True):
+    """The answer is the item of this id in a stored response, as JSON, or None."""
+
+    item_id: str
+
+
+class OpenResponseQuestion(msgspec.Struct, frozen=True, tag=True):
+    """The answer is the response of this id that is being written, as JSON, or None. With `cancels`, it is aborted."""
+
+    response_id: str
+    cancels: bool
+
+
+class DeleteQuestion(msgspec.Struct, frozen=True, tag=True):
+    """Forget the stored response of this id. The answer is whether it was there."""
+
+    response_id: str
+
+
+Question = AbortQuestion | DescribeQuestion | ResponseQuestion | ItemQuestion | OpenResponseQuestion | DeleteQuestion
 
 
 class ApiProcessInfo(msgspec.Struct, frozen=True):

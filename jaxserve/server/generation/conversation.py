@@ -43,7 +43,7 @@ class Conversation:
     Without `tools`, the template shows `shown_tools`, of which none may be called. `form` is the form that the answer
     must have, after the field that says so. `add_special_tokens`: the tokenizer adds its own, though a template writes
     them itself. An answer has at most `thinking_budget` tokens of reasoning; -1 is no bound, None the server's default.
-    `thinks` asks for reasoning or for none, unless the options do.
+    `thinks` asks for reasoning or for none, unless the options do. Errors call the messages `param`.
     """
 
     messages: list[dict[str, Any]]
@@ -57,6 +57,7 @@ class Conversation:
     shows_reasoning: bool = True
     thinking_budget: int | None = None
     thinks: bool | None = None
+    param: str = "messages"
 
 
 @dataclass(frozen=True)
@@ -97,11 +98,11 @@ async def prepare_answer(state: ServerState, loaded: LoadedModel, asked: Convers
         loaded,
         [prompt.written],
         add_special_tokens=asked.add_special_tokens,
-        param="messages",
+        param=asked.param,
         encoder=prompt.encoder,
     )
     ids += closing
-    check_prompt(ids, loaded.engine.info, param="messages")
+    check_prompt(ids, loaded.engine.info, param=asked.param)
     plan = plan_answer(
         loaded,
         tools,

@@ -87,10 +87,12 @@ class ResponseChoice:
 class ResponseShape(abc.ABC):
     """How a route writes its responses. Events are encoded and complete.
 
-    `shows_all`: each event of a stream has all of the output so far, so choices keep it.
+    `shows_all`: each event of a stream has all of the output so far, so choices keep it. `follows`: `event` is called
+    for each output of a response that is sent whole, too, and the choices keep nothing.
     """
 
     shows_all = False
+    follows = False
 
     def opening(self, choice: ResponseChoice) -> bytes:
         """Return the events that come before a choice's first output."""
@@ -140,7 +142,12 @@ async def respond(
             return
 
         async def keep(index: int, delta: OutputDelta) -> None:
-            choices[index].keep(delta, choices[index].push(delta))
+            choice = choices[index]
+            parts = choice.push(delta)
+            if shape.follows:
+                shape.event(choice, delta, parts)
+            else:
+                choice.keep(delta, parts)
 
         usages = await generation.run(keep)
         await exchange.respond(shape.body(choices, _total(usages, choices, requests[0].sampling.n)))

@@ -5,7 +5,7 @@ Owns this order for every route; knows none of them.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any
 
 import msgspec
@@ -52,16 +52,17 @@ class JsonEndpoint[T: msgspec.Struct]:
 
 
 class BodilessEndpoint:
-    """A route without a request body. It answers in every phase of the server."""
+    """A route without a request body, with a handler for each method. It answers in every phase of the server."""
 
-    def __init__(self, path: str, state: ServerState, handle: BodilessHandler) -> None:
+    def __init__(self, path: str, state: ServerState, handlers: Mapping[str, BodilessHandler]) -> None:
         self.path = path
         self._state = state
-        self._handle = handle
+        self._handlers = handlers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = HttpExchange(scope, receive, send)
         try:
-            await self._handle(self._state, exchange)
+            method = "GET" if scope["method"] == "HEAD" else scope["method"]
+            await self._handlers[method](self._state, exchange)
         except Exception as error:
             await exchange.respond_error(to_http_error(error))

@@ -1,4 +1,4 @@
-"""Converts the engine's log probabilities to the shape of completions. Computes none: it adds texts and arranges them."""
+"""Converts the engine's log probabilities to the shape of completions. Computes none: it adds and arranges texts."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from jaxserve.api_types import TokenLogprobs
-from jaxserve.server.openai.logprobs import chat_logprobs
+from jaxserve.server.generation.token_logprobs import token_logprobs
 from tests.server.conftest import ServerUnderTest, over_asgi
 from tests.server.openai.test_completions import events
 from tests.server.tiny import START_ID, tiny_tokenizer
@@ -271,7 +271,7 @@ async def test_openai_client_in_threads(live_server: ServerUnderTest):
 def test_the_chosen_token_is_the_first_of_its_alternatives(best: list[int], shown: list[int]):
     tokenizer = tiny_tokenizer()
     entry = TokenLogprobs(5, -3.0, best, [-3.0 if token == 5 else -1.0 - token / 10 for token in best])
-    [found] = chat_logprobs(tokenizer, [entry]).content
+    [found] = token_logprobs(tokenizer, [entry])
     assert [one.token for one in found.top_logprobs] == [tokenizer.token_text(token) for token in shown]
     assert [one.logprob for one in found.top_logprobs] == [-3.0 if token == 5 else -1.1 for token in shown]
 

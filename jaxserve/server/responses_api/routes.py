@@ -1,0 +1,321 @@
+"""`/v1/responses`: answers as OpenAI's Responses API does, and reads, continues, cancels and deletes responses."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import parse_qs
+
+import msgspec
+
+from jaxserve.api_types import SamplingParams
+from jaxserve.errors import InvalidRequestError
+from jaxserve.server.errors import ContextLengthError, HttpError
+from jaxserve.server.generation.conversation import Conversation, PreparedAnswer, count_prompt, prepare_answer
+from jaxserve.server.generation.engine_requests import engine_requests
+from jaxserve.server.generation.message_list import template_abilities
+from jaxserve.server.generation.responder import respond
+from jaxserve.server.generation.sampling_fields import sampling_params
+from jaxserve.server.http.exchange import HttpExchange
+from jaxserve.server.http.fields import refuse_unsupported_fields
+from jaxserve.server.response_store import StoredItem
+from jaxserve.server.responses_api.bodies import (
+    DeletedResponse,
+    InputItemList,
+    InputTokenCount,
+    ResponseObject,
+)
+from jaxserve.server.responses_api.conversation import conversation, without_oldest
+from jaxserve.server.responses_api.events import OutputOptions, ResponsesShape
+from jaxserve.server.responses_api.items import kind_of
+from jaxserve.server.responses_api.protocol import (
+    ENCRYPTED_REASONING,
+    TEXT_LOGPROBS,
+    ReasoningSettings,
+    ResponsesInput,
+    ResponsesRequest,
+    TextSettings,
+)
+from jaxserve.server.responses_api.tools import ResponsesTools
+from jaxserve.server.server_state import LoadedModel, ServerState
+
+_MAX_ITEMS = 100
+_PREFIXES = {"reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A conversation, its tools, the items of its input, and the stored response that it continues, if any."""
+
+    conversation: Conversation
+    tools: ResponsesTools
+    input: list[StoredItem]
+    continued: tuple[str, Sequence[StoredItem]] | None
+
+
+async def create_response(state: ServerState, exchange: HttpExchange, request: ResponsesRequest) -> None:
+    """Answer one request."""
+    loaded = state.require_loaded()
+    asked = await _read(state, loaded, request)
+    answer = await _prepare(state, loaded, request, asked.conversation)
+    left = loaded.engine.info.max_model_len - len(answer.ids)
+    if left < 1:
+        raise _full(len(answer.ids))
+    limit = left if request.max_output_tokens is None else min(request.max_output_tokens, left)
+    include = request.include or []
+    logprobs = (request.top_logprobs or 0) if request.top_logprobs or TEXT_LOGPROBS in include else None
+    sampling = sampling_params(request, max_tokens=limit, logprobs=logprobs)
+    response_id = f"resp_{exchange.request_id}"
+    requests = engine_requests(
+        loaded,
+        response_id,
+        [answer.ids],
+        [sampling],
+        [answer.grammar],
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+        thinking=answer.thinking,
+    )
+    reasoning = request.reasoning or ReasoningSettings()
+    options = OutputOptions(
+        summarizes=(reasoning.summary or reasoning.generate_summary) is not None,
+        packs_reasoning=ENCRYPTED_REASONING in include,
+        logprobs=logprobs is not None,
+        names=asked.tools.names,
+    )
+
+    def keep(response: ResponseObject) -> None:
+        if request.store is False or not state.config.max_stored_responses:
+            return
+        output = [StoredItem(item.id, msgspec.json.encode(item)) for item in response.output]
+        body = msgspec.json.encode(response)
+        state.responses.put(response_id, body, continued=asked.continued, input=asked.input, output=output)
+
+    streams = bool(request.stream)
+    shape = ResponsesShape(
+        _begun(state, request, sampling, response_id), options, loaded.tokenizer, keep, streams=streams
+    )
+    with state.responses.writing(response_id, lambda status: msgspec.json.encode(shape.so_far(status))):
+        await respond(state, loaded, exchange, requests, shape, stream=streams, ids=(response_id,), plan=answer.plan)
+
+
+async def count_input_tokens(state: ServerState, exchange: HttpExchange, request: ResponsesInput) -> None:
+    """Answer with the number of tokens of the prompt, however long it is."""
+    loaded = state.require_loaded()
+    asked = await _read(state, loaded, request)
+    await exchange.respond(InputTokenCount(input_tokens=await count_prompt(state, loaded, asked.conversation)))
+
+
+async def get_response(state: ServerState, exchange: HttpExchange) -> None:
+    """Answer with a response that is kept, or with what is there of one that is being written."""
+    response_id = _response_id(exchange)
+    if parse_qs(exchange.scope["query_string"].decode(errors="replace")).get("stream", ["false"])[-1] == "true":
+        raise InvalidRequestError(
+            "stream is not supported here: leave it out, or stream the response when you create it", param="stream"
+        )
+    stored = await state.stored_response(response_id)
+    found = await state.open_response(response_id) if stored is None else stored.body
+    if found is None:
+        raise _lost(response_id)
+    await exchange.respond(msgspec.Raw(found))
+
+
+async def delete_response(state: ServerState, exchange: HttpExchange) -> None:
+    """Forget a response."""
+    response_id = _response_id(exchange)
+    if not await state.delete_response(response_id):
+        raise _lost(response_id)
+    await exchange.respond(DeletedResponse(id=response_id))
+
+
+async def cancel_response(state: ServerState, exchange: HttpExchange) -> None:
+    """Abort a response that is being written, and answer with what is there of it."""
+    response_id = _response_id(exchange)
+    found = await state.open_response(response_id, cancels=True)
+    if found is None and await state.stored_response(response_id) is not None:
+        raise InvalidRequestError("The response has ended, so there is nothing to cancel", param="response_id")
+    if found is None:
+        raise _lost(response_id)
+    await exchange.respond(msgspec.Raw(found))
+
+
+async def list_input_items(state: ServerState, exchange: HttpExchange) -> None:
+    """Answer with a page of the items that a response was an answer to, the last ones first unless `order` is asc."""
+    response_id = _response_id(exchange)
+    stored = await state.stored_response(response_id)
+    if stored is None:
+        raise _lost(response_id)
+    given = {name: values[-1] for name, values in parse_qs(exchange.scope["query_string"].decode("latin-1")).items()}
+    limit, order = given.get("limit", "20"), given.get("order", "desc")
+    if not limit.isdecimal() or not 1 <= int(limit) <= _MAX_ITEMS:
+        raise InvalidRequestError(f"limit must be a number in [1, {_MAX_ITEMS}], got {limit[:40]!r}", param="limit")
+    if order not in ("asc", "desc"):
+        raise InvalidRequestError(f"order must be asc or desc, got {order[:40]!r}", param="order")
+    items = stored.input if order == "asc" else stored.input[::-1]
+    if (after := given.get("after")) is not None:
+        places = [number for number, item in enumerate(items) if item.id == after]
+        if not places:
+            raise InvalidRequestError(f"after: the response has no input item {after[:100]!r}", param="after")
+        items = items[places[0] + 1 :]
+    shown = items[: int(limit)]
+    page = InputItemList(
+        data=[msgspec.json.decode(item.json) for item in shown],
+        first_id=shown[0].id if shown else None,
+        last_id=shown[-1].id if shown else None,
+        has_more=len(items) > len(shown),
+    )
+    await exchange.respond(page)
+
+
+def _response_id(exchange: HttpExchange) -> str:
+    return str(exchange.scope["path_params"]["response_id"])
+
+
+def _lost(response_id: str, param: str = "response_id", code: str | None = None) -> HttpError:
+    return HttpError(
+        404,
+        f"Response with id '{response_id[:100]}' not found: it was never stored, or it has been deleted, or it made "
+        "room for others; send the conversation itself as input, or start the server with a larger "
+        "--max-stored-responses, --max-stored-response-bytes or --stored-response-seconds",
+        param=param,
+        code=code,
+    )
+
+
+async def _read(state: ServerState, loaded: LoadedModel, request: ResponsesInput) -> _Asked:
+    """Return what a request asks. Raises `InvalidRequestError`, or `HttpError` 404 for a response that is lost."""
+    refuse_unsupported_fields(request)
+    if request.reasoning is not None:
+        refuse_unsupported_fields(request.reasoning, "reasoning.")
+    if getattr(request, "stream_options", None) is not None and not getattr(request, "stream", None):
+        raise InvalidRequestError("stream_options needs stream to be true", param="stream_options")
+    continued, items = None, list[tuple[str, Mapping[str, Any]]]()
+    if request.previous_response_id is not None:
+        stored = await state.stored_response(request.previous_response_id)
+        if stored is None:
+            raise _lost(request.previous_response_id, "previous_response_id", "previous_response_not_found")
+        before = [*stored.input, *stored.output]
+        continued = request.previous_response_id, before
+        items += [("previous_response_id", msgspec.json.decode(item.json)) for item in before]
+    new = [await _looked_up(state, item, f"input[{at}]") for at, item in enumerate(_given(request.input))]
+    if not new:
+        raise InvalidRequestError("input is required: send a text or a list of items", param="input")
+    items += [(f"input[{at}]", item) for at, item in enumerate(new)]
+    tools = ResponsesTools.of(request.tools)
+    special = loaded.tokenizer.special_texts()
+    asked = conversation(request, tools, items, await template_abilities(loaded), special)
+    return _Asked(asked, tools, [_stored(item) for item in new], continued)
+
+
+def _given(input: str | list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+    if isinstance(input, str):
+        return [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": input}]}]
+    return input or []
+
+
+async def _looked_up(state: ServerState, item: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return an item, or that of a stored response which it refers to."""
+    if kind_of(item) != "item_reference":
+        return item
+    name = str(item.get("id"))
+    found = await state.stored_item(name)
+    if found is None:
+        raise HttpError(
+            404, f"{where}: Item with id '{name[:100]}' not found; send the item itself", param=f"{where}.id"
+        )
+    decoded: dict[str, Any] = msgspec.json.decode(found)
+    return decoded
+
+
+def _stored(item: dict[str, Any]) -> StoredItem:
+    """Return an item for the store, with a type and an id."""
+    kind = kind_of(item)
+    name = item.get("id")
+    if not isinstance(name, str) or not name:
+        name = f"{_PREFIXES.get(kind, 'msg' if kind == 'message' else 'item')}_{uuid.uuid4().hex}"
+    return StoredItem(name, msgspec.json.encode({**item, "type": kind, "id": name}))
+
+
+async def _prepare(
+    state: ServerState, loaded: LoadedModel, request: ResponsesRequest, asked: Conversation
+) -> PreparedAnswer:
+    """Return the prompt, and how its answers are held and read. With `truncation: auto`, the oldest messages are left
+    out until it fits the context with room for an answer."""
+    longest = loaded.engine.info.max_model_len
+    room = min(request.max_output_tokens or longest, longest // 4) if request.truncation == "auto" else 0
+    try:
+        answer = await prepare_answer(state, loaded, asked)
+        if len(answer.ids) + room <= longest:
+            return answer
+    except ContextLengthError:
+        if request.truncation != "auto":
+            raise
+    fewest, most = 1, len(asked.messages)  # most leave nothing
+    while fewest < most:
+        middle = (fewest + most) // 2
+        kept = without_oldest(asked.messages, middle)
+        if (
+            kept is None
+            or await count_prompt(state, loaded, dataclasses.replace(asked, messages=kept)) + room <= longest
+        ):
+            most = middle
+        else:
+            fewest = middle + 1
+    kept = without_oldest(asked.messages, most)
+    return await prepare_answer(state, loaded, asked if kept is None else dataclasses.replace(asked, messages=kept))
+
+
+def _full(num_tokens: int) -> ContextLengthError:
+    return ContextLengthError(
+        f"This model's maximum context length is {num_tokens} tokens, and your input has as many, so there is no room "
+        "for an answer. Please reduce the length of the input.",
+        param="input",
+        num_tokens=num_tokens,
+    )
+
+
+def _begun(state: ServerState, request: ResponsesRequest, sampling: SamplingParams, response_id: str) -> ResponseObject:
+    """Return the response before its first token."""
+    return ResponseObject(
+        id=response_id,
+        created_at=int(time.time()),
+        status="in_progress",
+        model=state.model_name,
+        instructions=request.instructions,
+        previous_response_id=request.previous_response_id,
+        tools=_raw(request.tools or []),
+        tool_choice=_raw(request.tool_choice or "auto"),
+        parallel_tool_calls=request.parallel_tool_calls is not False,
+        text=_raw(_text_settings(request.text)),
+        reasoning=_raw(_reasoning_settings(request.reasoning)),
+        max_output_tokens=request.max_output_tokens,
+        max_tool_calls=request.max_tool_calls,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_logprobs=request.top_logprobs or 0,
+        truncation=request.truncation or "disabled",
+        store=request.store is not False,
+        metadata=request.metadata or {},
+        user=request.user,
+        safety_identifier=request.safety_identifier,
+        prompt_cache_key=request.prompt_cache_key,
+    )
+
+
+def _text_settings(given: TextSettings | None) -> dict[str, Any]:
+    found = TextSettings() if given is None else given
+    form = {"type": "text"} if found.format is None else found.format
+    return {"format": form, "verbosity": found.verbosity or "medium"}
+
+
+def _reasoning_settings(given: ReasoningSettings | None) -> dict[str, Any]:
+    found = given or ReasoningSettings()
+    return {"effort": found.effort, "summary": found.summary or found.generate_summary}
+
+
+def _raw(value: Any) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(value))
