@@ -69,8 +69,8 @@ ORDER_INSIDE = {
     "jaxserve.quant": "stored | checkpoint | choice | transform",
     "jaxserve.runtime": "devices | step | programs | sizing | execution",
     "jaxserve.server":
-        "errors follower refusals siblings | server_state | http loading | generation | "
-        "admin anthropic openai sglang | app | lifecycle | api_processes | serve",
+        "errors follower refusals response_store siblings | server_state | http loading | generation | "
+        "admin anthropic openai responses_api sglang | app | lifecycle | api_processes | serve",
     "jaxserve.text": "prompt_forms stop_regex tokenizers | detokenizer grammars requests stop_strings | "
                      "answers output | template_tools | chat_template | template_process",
     "jaxserve.weights": "arrays gguf_blocks gguf_heads mismatch parts scales source stacked_experts | "
@@ -95,7 +95,7 @@ ORDER_INSIDE = {
     "pallas_kernels.tune": "task | attention experts products | __main__",
 }  # fmt: skip
 # The folders of `jaxserve.server` with the routes of an API.
-APIS = ("anthropic", "openai", "sglang")
+APIS = ("anthropic", "openai", "responses_api", "sglang")
 WITHOUT_JAX = {*BASE, "engine", "text", "server", "llm", "bench", "cli", "__main__", "__init__"}
 JAX = {"jax", "jaxlib", "flax", "jaxtyping", "orbax", "pallas_kernels"}
 

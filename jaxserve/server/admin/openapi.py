@@ -73,7 +73,7 @@ def openapi_document(operations: Sequence[Operation], state: ServerState) -> byt
         "info": {
             "title": "jaxserve",
             "version": jaxserve.__version__,
-            "description": "OpenAI's completions and chat, Anthropic's messages, and routes to run the server.",
+            "description": "OpenAI's completions, chat and responses, Anthropic's messages, and routes to run the server.",
         },
         "paths": paths,
         "components": {"schemas": components},
@@ -114,7 +114,7 @@ def _operation(item: Operation, reference: dict[type, dict[str, Any]], *, with_k
         "responses": {"200": {"description": "Success", "content": content}, "default": error},
     }
     if "{" in item.path:
-        name = item.path.partition("{")[2].partition(":")[0].rstrip("}")
+        name = item.path.partition("{")[2].partition("}")[0].partition(":")[0]
         result["parameters"] = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}}]
     if item.body is not None:
         result["requestBody"] = {"required": True, "content": {"application/json": {"schema": reference[item.body]}}}

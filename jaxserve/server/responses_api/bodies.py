@@ -77,14 +77,14 @@ class CustomCallItem(msgspec.Struct, kw_only=True, tag="custom_tool_call"):
 OutputItem = OutputMessage | ReasoningItem | FunctionCallItem | CustomCallItem
 
 
-class InputTokensDetails(msgspec.Struct):
+class InputDetails(msgspec.Struct):
     """The number of input tokens that came from the prefix cache. Writing to it costs nothing."""
 
     cached_tokens: int
     cache_write_tokens: int = 0
 
 
-class OutputTokensDetails(msgspec.Struct):
+class OutputDetails(msgspec.Struct):
     """The number of output tokens up to the end of the reasoning."""
 
     reasoning_tokens: int
@@ -94,9 +94,9 @@ class ResponseUsage(msgspec.Struct):
     """The token counts of a response."""
 
     input_tokens: int
-    input_tokens_details: InputTokensDetails
+    input_tokens_details: InputDetails
     output_tokens: int
-    output_tokens_details: OutputTokensDetails
+    output_tokens_details: OutputDetails
     total_tokens: int
 
 
@@ -104,9 +104,9 @@ def response_usage(usage: TotalUsage) -> ResponseUsage:
     """Return the token counts of a request in the shape of Responses."""
     return ResponseUsage(
         usage.prompt_tokens,
-        InputTokensDetails(usage.cached_tokens),
+        InputDetails(usage.cached_tokens),
         usage.completion_tokens,
-        OutputTokensDetails(usage.reasoning_tokens or 0),
+        OutputDetails(usage.reasoning_tokens or 0),
         usage.prompt_tokens + usage.completion_tokens,
     )
 

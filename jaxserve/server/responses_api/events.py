@@ -117,7 +117,7 @@ class ResponsesShape(ResponseShape):
 
     def error_event(self, error: HttpError) -> bytes:
         """Return the event that ends a stream after an error."""
-        failure = ResponseFailure(error.code or error.type, error.message)
+        failure = ResponseFailure("server_error", error.message)  # clients know OpenAI's codes, and try this one again
         response = msgspec.structs.replace(self.so_far("failed"), error=failure)
         self._on_end(response)
         return self._whole("failed", response)

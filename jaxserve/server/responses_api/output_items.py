@@ -96,7 +96,7 @@ class ReasoningWriter(ItemWriter):
 
     def item(self, status: ItemStatus) -> ReasoningItem:
         shown = [ReasoningText(self.text)] if self.pieces else []
-        return self._with_content(ReasoningItem(id=self.id, status=status, summary=[], content=shown))
+        return self._packed(ReasoningItem(id=self.id, status=status, summary=[], content=shown))
 
     def begin(self) -> list[Event]:
         return [("content_part.added", {"content_index": 0, "part": ReasoningText("")})]
@@ -111,8 +111,8 @@ class ReasoningWriter(ItemWriter):
             ("content_part.done", {"content_index": 0, "part": ReasoningText(whole)}),
         ]
 
-    def _with_content(self, item: ReasoningItem) -> ReasoningItem:
-        if self._packs:
+    def _packed(self, item: ReasoningItem) -> ReasoningItem:
+        if self._packs and self.pieces:
             item.encrypted_content = packed(self.text)
         return item
 
@@ -122,7 +122,7 @@ class SummaryWriter(ReasoningWriter):
 
     def item(self, status: ItemStatus) -> ReasoningItem:
         shown = [SummaryText(self.text)] if self.pieces else []
-        return self._with_content(ReasoningItem(id=self.id, status=status, summary=shown))
+        return self._packed(ReasoningItem(id=self.id, status=status, summary=shown))
 
     def begin(self) -> list[Event]:
         return [("reasoning_summary_part.added", {"summary_index": 0, "part": SummaryText("")})]

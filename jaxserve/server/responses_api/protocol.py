@@ -49,12 +49,13 @@ Input = Annotated[
 
 class ReasoningSettings(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """How much the model reasons. With a `summary`, the reasoning comes as one, whole: nothing shortens it here.
-    `generate_summary` is its older name."""
+    `generate_summary` is its older name. `context` changes nothing: the chat template decides which reasoning it
+    shows."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
-    context: Annotated[Any, accepts_only("auto")] = None
+    context: Literal["auto", "current_turn", "all_turns"] | None = None
     mode: Annotated[Any, accepts_only("standard")] = None
 
 

@@ -48,7 +48,7 @@ _PREFIXES = {"reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _ReadRequest:
     """A conversation, its tools, the items of its input, and the stored response that it continues, if any."""
 
     conversation: Conversation
@@ -186,7 +186,7 @@ def _lost(response_id: str, param: str = "response_id", code: str | None = None)
     )
 
 
-async def _read(state: ServerState, loaded: LoadedModel, request: ResponsesInput) -> _Asked:
+async def _read(state: ServerState, loaded: LoadedModel, request: ResponsesInput) -> _ReadRequest:
     """Return what a request asks. Raises `InvalidRequestError`, or `HttpError` 404 for a response that is lost."""
     refuse_unsupported_fields(request)
     if request.reasoning is not None:
@@ -208,7 +208,7 @@ async def _read(state: ServerState, loaded: LoadedModel, request: ResponsesInput
     tools = ResponsesTools.of(request.tools)
     special = loaded.tokenizer.special_texts()
     asked = conversation(request, tools, items, await template_abilities(loaded), special)
-    return _Asked(asked, tools, [_stored(item) for item in new], continued)
+    return _ReadRequest(asked, tools, [_stored(item) for item in new], continued)
 
 
 def _given(input: str | list[dict[str, Any]] | None) -> list[dict[str, Any]]:
