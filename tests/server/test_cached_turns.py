@@ -46,29 +46,34 @@ def says(turn: int) -> str:
 
 
 class Agent:
-    """An agent on one of the routes, which sends back what it got."""
+    """An agent on one of the routes, which sends back what it got, or for `stored` the id of it. With `packed` it
+    gets and sends reasoning that it can't read."""
 
     def __init__(self, server: ServerUnderTest, route: str) -> None:
         self.server, self.route = server, route
+        self.previous: str | None = None
         self.messages: list[Any] = [{"role": "user", "content": "Question."}]
         self.turn = 0
 
     async def ask(self) -> int:
         """Take a turn, and return the number of cached tokens."""
-        answer = await (self._chat() if self.route == "chat" else self._message())
+        take = {"chat": self._chat, "messages": self._message}.get(self.route, self._respond)
+        answer = await take()
         if self.turn % LOOP == LOOP - 1:
             self.messages.append({"role": "user", "content": "Another question."})
         self.turn += 1
         return answer
 
     async def _post(self, path: str, body: dict[str, Any]) -> Any:
-        response = await self.server.http.post(path, json={"messages": self.messages, "max_tokens": 400} | body)
+        response = await self.server.http.post(path, json=body)
         assert response.status_code == 200, response.text
         return response.json()
 
     async def _chat(self) -> int:
         tool = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
-        answer = await self._post("/v1/chat/completions", {"tools": [tool]})
+        answer = await self._post(
+            "/v1/chat/completions", {"messages": self.messages, "max_tokens": 400, "tools": [tool]}
+        )
         message = answer["choices"][0]["message"]
         assert message["reasoning_content"] == f"Thought {self.turn}."
         self.messages.append(message)
@@ -80,7 +85,8 @@ class Agent:
     async def _message(self) -> int:
         header = f"x-anthropic-billing-header: cc_version=2.1; cch={self.turn * 7919:05x};"
         tool = {"name": "weather", "input_schema": SCHEMA, "cache_control": {"type": "ephemeral"}}
-        answer = await self._post("/v1/messages", {"tools": [tool], "system": [{"type": "text", "text": header}]})
+        body = {"messages": self.messages, "max_tokens": 400, "tools": [tool]}
+        answer = await self._post("/v1/messages", {**body, "system": [{"type": "text", "text": header}]})
         assert answer["content"][0]["thinking"] == f"Thought {self.turn}."
         self.messages.append({"role": "assistant", "content": answer["content"]})
         results = [
@@ -92,6 +98,24 @@ class Agent:
         cached: int = answer["usage"]["cache_read_input_tokens"]
         return cached
 
+    async def _respond(self) -> int:
+        tool = {"type": "function", "name": "weather", "parameters": SCHEMA, "strict": False}
+        body = {"input": self.messages, "tools": [tool], "previous_response_id": self.previous}
+        packed = self.route == "packed responses"
+        answer = await self._post("/v1/responses", body | {"include": ["reasoning.encrypted_content"] * packed})
+        output = answer["output"]
+        assert output[0].pop("content") == [{"type": "reasoning_text", "text": f"Thought {self.turn}."}]
+        if not packed:
+            output[0]["summary"] = [{"type": "summary_text", "text": f"Thought {self.turn}."}]
+        if self.route == "stored responses":
+            self.previous, self.messages = answer["id"], []
+        else:
+            self.messages += output
+        calls = [item["call_id"] for item in output if item["type"] == "function_call"]
+        self.messages += [{"type": "function_call_output", "call_id": name, "output": "sun"} for name in calls]
+        cached: int = answer["usage"]["input_tokens_details"]["cached_tokens"]
+        return cached
+
 
 def rule(request: EngineRequest) -> Iterable[int]:
     """Write what comes in the turn that the prompt says."""
@@ -99,7 +123,10 @@ def rule(request: EngineRequest) -> Iterable[int]:
     return [*says(text.count("<|im_start|>assistant") - 1).encode(), END_ID]
 
 
-@pytest.mark.parametrize("route", ["chat", "messages"])
+ROUTES = ["chat", "messages", "responses", "packed responses", "stored responses"]
+
+
+@pytest.mark.parametrize("route", ROUTES)
 async def test_a_turn_finds_all_tokens_of_the_one_before_but_the_last_page(route: str) -> None:
     async with over_asgi(TEMPLATE, engine={"rule": rule, "cached_tokens": None, "max_model_len": 4096}) as server:
         agent = Agent(server, route)
@@ -118,11 +145,11 @@ async def test_a_turn_finds_all_tokens_of_the_one_before_but_the_last_page(route
         assert cached[turn] == kept // PAGE * PAGE, turn
 
 
-async def test_both_routes_have_the_same_prompts() -> None:
+async def test_all_routes_have_the_same_prompts() -> None:
     async with over_asgi(TEMPLATE, engine={"rule": rule, "max_model_len": 4096}) as server:
-        for route in ("chat", "messages"):
+        for route in ROUTES:
             agent = Agent(server, route)
             for _ in range(10):
                 await agent.ask()
     prompts = [request.prompt_ids for request in server.engine.submitted]
-    assert prompts[:10] == prompts[10:]
+    assert [prompts[at : at + 10] for at in range(10, len(prompts), 10)] == [prompts[:10]] * (len(ROUTES) - 1)

@@ -73,7 +73,7 @@ def openapi_document(operations: Sequence[Operation], state: ServerState) -> byt
         "info": {
             "title": "jaxserve",
             "version": jaxserve.__version__,
-            "description": "OpenAI's completions, chat and responses, Anthropic's messages, and routes to run the server.",
+            "description": "OpenAI's completions, chat and responses, Anthropic's messages, routes to run the server.",
         },
         "paths": paths,
         "components": {"schemas": components},
