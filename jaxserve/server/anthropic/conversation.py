@@ -37,6 +37,7 @@ from jaxserve.server.anthropic.protocol import (
 from jaxserve.server.generation.conversation import Conversation
 from jaxserve.server.generation.tools import NamedFunction, NamedTool, Tool, ToolChoice, ToolFunction, ToolUse, tool_use
 from jaxserve.server.http.decoding import validation_error
+from jaxserve.server.http.fields import refuse_unsupported_fields
 
 BILLING_HEADER = "x-anthropic-billing-header:"
 """Claude Code begins its first system block with this and a hash of the request, which no cached prefix survives."""
@@ -76,7 +77,7 @@ def conversation(
         passed = message.clear_at == "next_user_message" and number < last_question
         messages.add(message, f"messages[{number}]", shows_text=not passed)
     if not messages.found:
-        raise InvalidRequestError("messages have no content", param="messages")
+        raise InvalidRequestError("messages have no content; send a text", param="messages")
     last = messages.found[-1]
     continues = last["role"] == "assistant"
     if continues and "tool_calls" in last:
@@ -86,7 +87,8 @@ def conversation(
         )
     if continues and not last["content"]:
         raise InvalidRequestError(
-            "messages: the last message of the assistant has no text that could be continued", param="messages"
+            "messages: the last message of the assistant has no text to continue; leave it out",
+            param="messages",
         )
     thinking, config = request.thinking, request.output_config
     effort = None if config is None or config.effort is None else _EFFORTS[config.effort]
@@ -204,9 +206,11 @@ def _tool(given: dict[str, Any], where: str) -> ToolDefinition:
             param=f"{where}.type",
         )
     try:
-        return msgspec.convert(given, ToolDefinition)
+        tool = msgspec.convert(given, ToolDefinition)
     except msgspec.ValidationError as error:
         raise validation_error(str(error), where, fields=ToolDefinition.__struct_fields__) from error
+    refuse_unsupported_fields(tool, f"{where}.")
+    return tool
 
 
 @dataclass
@@ -345,4 +349,6 @@ def _refused(part: msgspec.Struct, where: str, role: str) -> InvalidRequestError
             f"{where} has type {kind!r}: {_KINDS[kind]} are not supported; leave them out, or describe them in a text",
             param=where,
         )
-    return InvalidRequestError(f"{where} has type {kind!r}: a message of the {role} has no such blocks", param=where)
+    return InvalidRequestError(
+        f"{where} has type {kind!r}: a message of the {role} has no such blocks; leave it out", param=where
+    )

@@ -14,6 +14,7 @@ import msgspec
 from jaxserve.errors import ConfigError, InvalidRequestError
 from jaxserve.server.generation.message_fields import (
     EFFORTS,
+    INERT_MESSAGE_FIELDS,
     REASONING_NAMES,
     ROLES,
     UNSUPPORTED_MESSAGE_FIELDS,
@@ -119,7 +120,9 @@ def _template_arguments(
     for name in list(arguments):
         param = f"chat_template_kwargs.{name[:100]}"
         if name in RESERVED_ARGUMENTS:
-            raise InvalidRequestError(f"{param}: {name} is a field of the request, not of the template", param=param)
+            raise InvalidRequestError(
+                f"{param}: {name} is a field of the request, not of the template; send it there", param=param
+            )
         if name not in words:
             _check_idle(param, name, arguments.pop(name), words, reasons=reasons)
     if thinks is not None and not switches_thinking(options):
@@ -138,7 +141,9 @@ def _template_arguments(
         loaded.say_once("reasoning_effort changes nothing: this model's chat template doesn't read it")
     if options.documents:
         if "documents" not in template_words(source):
-            raise InvalidRequestError("documents: this model's chat template does not use them", param="documents")
+            raise InvalidRequestError(
+                "documents: this model's chat template does not use them; write them into a message", param="documents"
+            )
         arguments["documents"] = options.documents
     return arguments
 
@@ -151,7 +156,7 @@ def _check_idle(param: str, name: str, value: Any, words: Collection[str], *, re
         return
     problem = f"{param}: this model's chat template does not use it"
     if name not in (*THINKING_SWITCHES, "reasoning_effort"):
-        raise InvalidRequestError(problem, param=param)
+        raise InvalidRequestError(f"{problem}; leave it out", param=param)
     if others:
         raise InvalidRequestError(f"{problem}; it uses {others[0]} instead", param=param)
     if reasons and value in (False, "none"):
@@ -186,22 +191,22 @@ def _prepare(number: int, given: dict[str, Any], source: str) -> dict[str, Any]:
         raise InvalidRequestError(
             f"{where}.role must be one of {', '.join(ROLES)}, got {message.role[:40]!r}", param=f"{where}.role"
         )
-    for name in UNSUPPORTED_MESSAGE_FIELDS:
+    for name, advice in UNSUPPORTED_MESSAGE_FIELDS.items():
         if getattr(message, name) not in (None, []):
             raise InvalidRequestError(
-                f"{where}.{name} is not supported: leave it out, or send null", param=f"{where}.{name}"
+                f"{where}.{name} is not supported: only null or [] is accepted; {advice}", param=f"{where}.{name}"
             )
     # "developer" is OpenAI's newer name for the system role; most templates don't know it.
     role = "system" if message.role == "developer" and "developer" not in source else message.role
     # Clients send an answer back with all its fields; templates test whether a field is there, not whether it is null.
-    others = {
-        name: value for name, value in given.items() if name not in UNSUPPORTED_MESSAGE_FIELDS and value is not None
-    }
+    left_out = (*UNSUPPORTED_MESSAGE_FIELDS, *INERT_MESSAGE_FIELDS)
+    others = {name: value for name, value in given.items() if name not in left_out and value is not None}
     prepared = {**others, "role": role, "content": _content(where, message)}
     if message.tool_calls:
         if role != "assistant":
             raise InvalidRequestError(
-                f"{where}.tool_calls: only messages of the assistant have calls", param=f"{where}.tool_calls"
+                f"{where}.tool_calls: only messages of the assistant have calls; leave it out",
+                param=f"{where}.tool_calls",
             )
         prepared["tool_calls"] = [_call(call) for call in message.tool_calls]
     else:

@@ -405,7 +405,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (said({"type": "thinking", "thinking": "x"}), "a message of the user has no such blocks"),
     (said({"type": "server_tool_use"}), "messages[1].content[0].type: invalid value 'server_tool_use'"),
     (said({"type": "tool_use", "id": "t", "name": "f", "input": {}}, role="assistant"), "a call without its result"),
-    (said({"type": "thinking", "thinking": "x"}, role="assistant"), "has no text that could be continued"),
+    (said({"type": "thinking", "thinking": "x"}, role="assistant"), "has no text to continue; leave it out"),
     (said(ADDITION, role="system"), "messages[1].content[0].tool.name: no tool is called 'g'"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role: invalid enum value 'tool'"),
     ({"messages": []}, "messages: expected"),
