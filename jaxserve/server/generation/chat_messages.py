@@ -13,6 +13,7 @@ import msgspec
 
 from jaxserve.errors import ConfigError, InvalidRequestError
 from jaxserve.server.generation.message_fields import (
+    CONTINUED_MESSAGE_FIELDS,
     EFFORTS,
     INERT_MESSAGE_FIELDS,
     REASONING_NAMES,
@@ -195,6 +196,12 @@ def _prepare(number: int, given: dict[str, Any], source: str) -> dict[str, Any]:
         if getattr(message, name) not in (None, []):
             raise InvalidRequestError(
                 f"{where}.{name} is not supported: only null or [] is accepted; {advice}", param=f"{where}.{name}"
+            )
+    for name in CONTINUED_MESSAGE_FIELDS:
+        if given.get(name) and name not in template_words(source):
+            raise InvalidRequestError(
+                f"{where}.{name} is not supported by this model's chat template; send continue_final_message: true",
+                param=f"{where}.{name}",
             )
     # "developer" is OpenAI's newer name for the system role; most templates don't know it.
     role = "system" if message.role == "developer" and "developer" not in source else message.role

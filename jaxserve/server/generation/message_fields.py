@@ -16,6 +16,8 @@ UNSUPPORTED_MESSAGE_FIELDS = {
     "function_call": "send it as one of tool_calls",
 }
 """Fields of a message that are refused with this advice, unless they are null or empty."""
+# Mistral's and Moonshot's names of `continue_final_message`, which few templates read.
+CONTINUED_MESSAGE_FIELDS = ("prefix", "partial")
 # What clients add to messages, or send back with them, that says nothing to a model.
 INERT_MESSAGE_FIELDS = ("annotations", "cache_control", "provider_specific_fields")
 

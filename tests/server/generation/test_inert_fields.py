@@ -250,6 +250,8 @@ async def test_what_answers_are_sent_back_with_reaches_no_template():
     [
         ({"function_call": {"name": "f", "arguments": "{}"}}, "tool_calls"),
         ({"audio": {"id": "a"}}, "content"),
+        ({"prefix": True}, "continue_final_message"),
+        ({"partial": True}, "continue_final_message"),
         ({"content": [{"type": "image_url", "image_url": {"url": "u"}}]}, "describe them in a text"),
     ],
 )
