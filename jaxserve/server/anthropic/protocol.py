@@ -14,13 +14,7 @@ from msgspec import Meta
 from jaxserve.server.generation.inert_fields import InertFields, InertToolFields
 from jaxserve.server.generation.sampling_fields import with_shared_options
 from jaxserve.server.generation.tools import MAX_TOOLS, FunctionName
-from jaxserve.server.http.fields import (
-    MAX_STOP_STRINGS,
-    ModelName,
-    Null,
-    NullOrEmptyObject,
-    Text,
-)
+from jaxserve.server.http.fields import MAX_STOP_STRINGS, ModelName, NullOrEmptyObject, Text, accepts_only
 
 
 class TextPart(msgspec.Struct, tag="text"):
@@ -201,7 +195,7 @@ class ContextEdit(msgspec.Struct):
     """A change of the conversation that the server is asked to make. Only that of thinking is accepted: chat templates
     leave out earlier reasoning by themselves."""
 
-    type: Literal["clear_thinking_20251015"]
+    type: Annotated[Any, accepts_only("clear_thinking_20251015", advice="shorten the conversation yourself")]
 
 
 class ContextManagement(msgspec.Struct, forbid_unknown_fields=True):
@@ -213,7 +207,7 @@ class ContextManagement(msgspec.Struct, forbid_unknown_fields=True):
 class Diagnostics(msgspec.Struct, forbid_unknown_fields=True):
     """A question about the prompt cache of another response, which is not answered."""
 
-    previous_message_id: Null = None
+    previous_message_id: Any = None
 
 
 class CountTokensRequest(InertFields, kw_only=True, forbid_unknown_fields=True):

@@ -81,7 +81,7 @@ async def render_prompt(
     size = max(len(messages), LONG if escapes else 0)
     prepared = await run_off_event_loop(state, size, prepare)
     if not prepared:
-        raise InvalidRequestError("messages is empty", param="messages")
+        raise InvalidRequestError("messages is empty; send at least one", param="messages")
     continues = bool(options.continue_final_message)
     text = await loaded.chat_template.render(
         prepared,

@@ -26,6 +26,12 @@ _WHOLE = "send the whole conversation with each request"
 _SHORTEN = "shorten the conversation yourself"
 
 
+class UsageOptions(msgspec.Struct, forbid_unknown_fields=True):
+    """OpenRouter's question for token counts. Streams of chat and completions have them only if asked for."""
+
+    include: bool | None = None
+
+
 class InertFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The fields of a request: of OpenAI, Anthropic, OpenRouter, and those that belong into a client's own settings."""
 
@@ -72,12 +78,7 @@ class InertFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     preset: Null = None
     plugins: Annotated[Any, accepts_only([], advice=_OWN_TOOLS)] = None
     transforms: Annotated[Any, accepts_only([], advice=_SHORTEN)] = None
-    usage: Annotated[
-        Any,
-        accepts_only(
-            {}, {"include": False}, advice="stream_options with include_usage adds the counts to a stream of chat"
-        ),
-    ] = None
+    usage: UsageOptions | None = None
 
     provider_specific_fields: NullOrEmptyObject = None
     extra_body: Annotated[Any, accepts_only({}, advice="send its fields beside the others")] = None

@@ -117,7 +117,8 @@ class OpenAIFields(_FirstFields, kw_only=True, forbid_unknown_fields=True):
     @property
     def include_usage(self) -> bool:
         """Whether a stream ends with a usage chunk."""
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
+        options, usage = self.stream_options, self.usage
+        return bool((options and options.include_usage) or (usage and usage.include))
 
     @property
     def continuous_usage(self) -> bool:

@@ -422,7 +422,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"container": "c"}, "container is not supported"),
     ({"speed": "fast"}, "speed is not supported"),
     ({"mcp_servers": [{}]}, "mcp_servers is not supported"),
-    ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management.edits[0].type"),
+    ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "shorten the conversation yourself"),
     ({"stop_sequences": ["x" * 5000]}, "stop_sequences"),
     ({"max_token": 3}, "Unknown field 'max_token'; did you mean 'max_tokens'?"),
     ({"temperature": -1}, "temperature"),

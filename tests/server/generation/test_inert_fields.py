@@ -66,7 +66,7 @@ HARMLESS: dict[str, list[Any]] = {
     "preset": [None],
     "plugins": [[]],
     "transforms": [[]],
-    "usage": [{}, {"include": False}],
+    "usage": [{}, {"include": True}],
     "provider_specific_fields": [{}],
     "extra_body": [{}],
     "extra_headers": [{}],
@@ -113,7 +113,6 @@ HARMFUL: dict[str, tuple[Any, str]] = {
     "preset": ("p", "leave it out"),
     "plugins": ([{"id": "web"}], "offer your own in tools"),
     "transforms": (["middle-out"], "shorten"),
-    "usage": ({"include": True}, "include_usage"),
     "provider_specific_fields": ({"a": 1}, "leave it out"),
     "extra_body": ({"top_k": 1}, "beside the others"),
     "extra_headers": ({"a": "b"}, "as headers"),
@@ -180,6 +179,13 @@ async def test_what_asks_for_something_is_refused_with_advice(server: ServerUnde
         assert message.startswith(f"{name} is not supported"), message
         assert advice in message
     assert not server.engine.submitted
+
+
+@pytest.mark.parametrize("include", [True, False])
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
+async def test_openrouters_usage_asks_streams_for_counts(server: ServerUnderTest, path: str, include: bool):
+    response = await server.http.post(path, json=BODIES[path] | {"stream": True, "usage": {"include": include}})
+    assert ('"total_tokens":' in response.text) == include
 
 
 TOOL_FIELDS: dict[str, list[Any]] = {
