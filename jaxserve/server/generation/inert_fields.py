@@ -83,7 +83,7 @@ class InertFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     provider_specific_fields: NullOrEmptyObject = None
     extra_body: Annotated[Any, accepts_only({}, advice="send its fields beside the others")] = None
     extra_headers: Annotated[Any, accepts_only({}, advice="send them as headers")] = None
-    extra_query: Annotated[Any, accepts_only({}, advice="leave it out")] = None
+    extra_query: NullOrEmptyObject = None
     timeout: Annotated[Any, accepts_only(advice="close the connection to end a request")] = None
 
 

@@ -133,6 +133,8 @@ def refuse_unsupported_fields(request: msgspec.Struct, where: str = "") -> None:
     """Raise `InvalidRequestError` for an unsupported field with a value that is not accepted."""
     for field, meta in _unsupported_fields(type(request)):
         value = getattr(request, field.name)
+        if value is None:
+            continue
         accepted = (meta.extra_json_schema or {})["enum"]
         # In JSON, false is not 0.
         if any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in accepted):
