@@ -176,7 +176,7 @@ class ChatTemplate:
         end = rendered.rfind(_END_MARK.rstrip())
         if end < 0:
             raise InvalidRequestError(
-                "continue_final_message: the chat template doesn't show the last message",
+                "continue_final_message: the chat template doesn't show the last message; leave it out",
                 param="continue_final_message",
             )
         # A template that trims the space at the mark's end would also have trimmed the end of the message
@@ -281,7 +281,9 @@ def _part_text(part: object) -> str:
         return part
     if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        raise InvalidRequestError(f"content parts of type {kind!r} are not supported, only 'text'", param="messages")
+        raise InvalidRequestError(
+            f"content parts of type {kind!r} are not supported; describe it in a text", param="messages"
+        )
     return str(part["text"])
 
 

@@ -37,6 +37,7 @@ from jaxserve.server.generation.conversation import Conversation, TemplateOption
 from jaxserve.server.generation.message_list import MessageList, TemplateAbilities, is_open_call
 from jaxserve.server.generation.tools import CallChoice, OfferedTool, ToolUse, tool_use
 from jaxserve.server.http.decoding import validation_error
+from jaxserve.server.http.fields import refuse_unsupported_fields
 
 BILLING_HEADER = "x-anthropic-billing-header:"
 """Claude Code begins its first system block with this and a hash of the request, which no cached prefix survives."""
@@ -59,7 +60,7 @@ def conversation(request: CountTokensRequest, can: TemplateAbilities, *, keeps_b
         passed = message.clear_at == "next_user_message" and number < last_question
         messages.add_message(message, f"messages[{number}]", shows_text=not passed)
     if not messages.found:
-        raise InvalidRequestError("messages have no content", param="messages")
+        raise InvalidRequestError("messages have no content; send a text", param="messages")
     last = messages.found[-1]
     continues = last["role"] == "assistant"
     if is_open_call(last):
@@ -69,7 +70,8 @@ def conversation(request: CountTokensRequest, can: TemplateAbilities, *, keeps_b
         )
     if continues and not last["content"]:
         raise InvalidRequestError(
-            "messages: the last message of the assistant has no text that could be continued", param="messages"
+            "messages: the last message of the assistant has no text to continue; leave it out",
+            param="messages",
         )
     thinking, config = request.thinking, request.output_config
     effort = None if config is None or config.effort is None else _EFFORTS[config.effort]
@@ -168,9 +170,11 @@ def _tool(given: dict[str, Any], where: str) -> ToolDefinition:
             param=f"{where}.type",
         )
     try:
-        return msgspec.convert(given, ToolDefinition)
+        tool = msgspec.convert(given, ToolDefinition)
     except msgspec.ValidationError as error:
         raise validation_error(str(error), where, fields=ToolDefinition.__struct_fields__) from error
+    refuse_unsupported_fields(tool, f"{where}.")
+    return tool
 
 
 class _Messages(MessageList):
@@ -259,4 +263,6 @@ def _refused(part: msgspec.Struct, where: str, role: str) -> InvalidRequestError
             f"{where} has type {kind!r}: {_KINDS[kind]} are not supported; leave them out, or describe them in a text",
             param=where,
         )
-    return InvalidRequestError(f"{where} has type {kind!r}: a message of the {role} has no such blocks", param=where)
+    return InvalidRequestError(
+        f"{where} has type {kind!r}: a message of the {role} has no such blocks; leave it out", param=where
+    )

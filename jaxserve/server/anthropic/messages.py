@@ -86,6 +86,8 @@ async def _conversation(state: ServerState, loaded: LoadedModel, request: CountT
     if request.thread is not None:
         raise ThreadUnsupportedError
     refuse_unsupported_fields(request)
+    for number, change in enumerate(request.context_management.edits or () if request.context_management else ()):
+        refuse_unsupported_fields(change, f"context_management.edits[{number}].")
     return conversation(
         request, await template_abilities(loaded), keeps_billing_header=state.config.keep_billing_header
     )

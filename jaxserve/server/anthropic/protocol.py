@@ -1,8 +1,7 @@
 """The request bodies of Anthropic's Messages API. Owns shapes only.
 
-Fields that only ask something of Anthropic's own service are accepted while they ask for nothing, and refused by name
-otherwise (`accepts_only`). Keys of content blocks that the server doesn't know are left out, as clients send back
-blocks with all that a server once gave them.
+Fields that ask something of Anthropic's own service are in `generation/inert_fields.py`. Keys of content blocks that
+the server doesn't know are left out, as clients send back blocks with all that a server once gave them.
 """
 
 from __future__ import annotations
@@ -12,17 +11,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from jaxserve.server.generation.inert_fields import InertFields, InertToolFields
 from jaxserve.server.generation.sampling_fields import with_shared_options
 from jaxserve.server.generation.tools import MAX_TOOLS, FunctionName
-from jaxserve.server.http.fields import (
-    MAX_STOP_STRINGS,
-    ModelName,
-    Null,
-    NullOrEmptyList,
-    NullOrEmptyObject,
-    Text,
-    accepts_only,
-)
+from jaxserve.server.http.fields import MAX_STOP_STRINGS, ModelName, NullOrEmptyObject, Text, accepts_only
 
 
 class TextPart(msgspec.Struct, tag="text"):
@@ -78,11 +70,10 @@ class ToolResultPart(msgspec.Struct, tag="tool_result"):
     is_error: bool | None = None
 
 
-class ToolDefinition(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class ToolDefinition(InertToolFields, kw_only=True, forbid_unknown_fields=True):
     """A tool of the client: a function with the JSON schema of its input.
 
-    With `defer_loading`, it can't be called before a message adds it or refers to it. The last four fields are for
-    Anthropic's service; they have no effect.
+    With `defer_loading`, it can't be called before a message adds it or refers to it.
     """
 
     name: FunctionName
@@ -91,10 +82,6 @@ class ToolDefinition(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     type: Literal["custom"] | None = None
     strict: bool | None = None
     defer_loading: bool | None = None
-    cache_control: Any = None
-    eager_input_streaming: bool | None = None
-    input_examples: list[dict[str, Any]] | None = None
-    allowed_callers: list[str] | None = None
 
 
 class ToolReference(msgspec.Struct, tag="tool_reference"):
@@ -208,7 +195,7 @@ class ContextEdit(msgspec.Struct):
     """A change of the conversation that the server is asked to make. Only that of thinking is accepted: chat templates
     leave out earlier reasoning by themselves."""
 
-    type: Literal["clear_thinking_20251015"]
+    type: Annotated[Any, accepts_only("clear_thinking_20251015", advice="shorten the conversation yourself")]
 
 
 class ContextManagement(msgspec.Struct, forbid_unknown_fields=True):
@@ -220,10 +207,10 @@ class ContextManagement(msgspec.Struct, forbid_unknown_fields=True):
 class Diagnostics(msgspec.Struct, forbid_unknown_fields=True):
     """A question about the prompt cache of another response, which is not answered."""
 
-    previous_message_id: Null = None
+    previous_message_id: Any = None
 
 
-class CountTokensRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class CountTokensRequest(InertFields, kw_only=True, forbid_unknown_fields=True):
     """The body of `/v1/messages/count_tokens`, and what it has in common with `/v1/messages`."""
 
     messages: Annotated[list[MessageParam], Meta(min_length=1)]
@@ -236,24 +223,6 @@ class CountTokensRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tru
     output_format: JsonOutputFormat | None = None
     context_management: ContextManagement | None = None
     diagnostics: Diagnostics | None = None
-
-    # These are for the user, billing and routing at Anthropic. They are inert here, so any value is accepted.
-    cache_control: Any = None
-    metadata: Any = None
-    betas: Any = None
-    user_profile_id: Any = None
-    workspace_id: Any = None
-
-    container: Null = None
-    inference_geo: Null = None
-    service_tier: Annotated[Any, accepts_only("auto", "standard_only")] = None
-    speed: Annotated[Any, accepts_only("standard")] = None
-    mcp_servers: NullOrEmptyList = None
-    billing_policy: Null = None
-    compaction: Null = None
-    fallbacks: NullOrEmptyList = None
-    fallback_credit_token: Null = None
-    thread: Null = None
 
 
 @with_shared_options

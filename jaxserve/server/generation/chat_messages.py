@@ -13,7 +13,9 @@ import msgspec
 
 from jaxserve.errors import ConfigError, InvalidRequestError
 from jaxserve.server.generation.message_fields import (
+    CONTINUED_MESSAGE_FIELDS,
     EFFORTS,
+    INERT_MESSAGE_FIELDS,
     REASONING_NAMES,
     ROLES,
     UNSUPPORTED_MESSAGE_FIELDS,
@@ -79,7 +81,7 @@ async def render_prompt(
     size = max(len(messages), LONG if escapes else 0)
     prepared = await run_off_event_loop(state, size, prepare)
     if not prepared:
-        raise InvalidRequestError("messages is empty", param="messages")
+        raise InvalidRequestError("messages is empty; send at least one", param="messages")
     continues = bool(options.continue_final_message)
     text = await loaded.chat_template.render(
         prepared,
@@ -119,7 +121,9 @@ def _template_arguments(
     for name in list(arguments):
         param = f"chat_template_kwargs.{name[:100]}"
         if name in RESERVED_ARGUMENTS:
-            raise InvalidRequestError(f"{param}: {name} is a field of the request, not of the template", param=param)
+            raise InvalidRequestError(
+                f"{param}: {name} is a field of the request, not of the template; send it there", param=param
+            )
         if name not in words:
             _check_idle(param, name, arguments.pop(name), words, reasons=reasons)
     if thinks is not None and not switches_thinking(options):
@@ -138,7 +142,9 @@ def _template_arguments(
         loaded.say_once("reasoning_effort changes nothing: this model's chat template doesn't read it")
     if options.documents:
         if "documents" not in template_words(source):
-            raise InvalidRequestError("documents: this model's chat template does not use them", param="documents")
+            raise InvalidRequestError(
+                "documents: this model's chat template does not use them; write them into a message", param="documents"
+            )
         arguments["documents"] = options.documents
     return arguments
 
@@ -151,7 +157,7 @@ def _check_idle(param: str, name: str, value: Any, words: Collection[str], *, re
         return
     problem = f"{param}: this model's chat template does not use it"
     if name not in (*THINKING_SWITCHES, "reasoning_effort"):
-        raise InvalidRequestError(problem, param=param)
+        raise InvalidRequestError(f"{problem}; leave it out", param=param)
     if others:
         raise InvalidRequestError(f"{problem}; it uses {others[0]} instead", param=param)
     if reasons and value in (False, "none"):
@@ -186,22 +192,28 @@ def _prepare(number: int, given: dict[str, Any], source: str) -> dict[str, Any]:
         raise InvalidRequestError(
             f"{where}.role must be one of {', '.join(ROLES)}, got {message.role[:40]!r}", param=f"{where}.role"
         )
-    for name in UNSUPPORTED_MESSAGE_FIELDS:
+    for name, advice in UNSUPPORTED_MESSAGE_FIELDS.items():
         if getattr(message, name) not in (None, []):
             raise InvalidRequestError(
-                f"{where}.{name} is not supported: leave it out, or send null", param=f"{where}.{name}"
+                f"{where}.{name} is not supported: only null or [] is accepted; {advice}", param=f"{where}.{name}"
+            )
+    for name in CONTINUED_MESSAGE_FIELDS:
+        if given.get(name) and name not in template_words(source):
+            raise InvalidRequestError(
+                f"{where}.{name} is not supported by this model's chat template; send continue_final_message: true",
+                param=f"{where}.{name}",
             )
     # "developer" is OpenAI's newer name for the system role; most templates don't know it.
     role = "system" if message.role == "developer" and "developer" not in source else message.role
     # Clients send an answer back with all its fields; templates test whether a field is there, not whether it is null.
-    others = {
-        name: value for name, value in given.items() if name not in UNSUPPORTED_MESSAGE_FIELDS and value is not None
-    }
+    left_out = (*UNSUPPORTED_MESSAGE_FIELDS, *INERT_MESSAGE_FIELDS)
+    others = {name: value for name, value in given.items() if name not in left_out and value is not None}
     prepared = {**others, "role": role, "content": _content(where, message)}
     if message.tool_calls:
         if role != "assistant":
             raise InvalidRequestError(
-                f"{where}.tool_calls: only messages of the assistant have calls", param=f"{where}.tool_calls"
+                f"{where}.tool_calls: only messages of the assistant have calls; leave it out",
+                param=f"{where}.tool_calls",
             )
         prepared["tool_calls"] = [_call(call) for call in message.tool_calls]
     else:

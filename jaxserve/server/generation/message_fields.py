@@ -11,8 +11,15 @@ from jaxserve.server.http.fields import bound_at_load, explicit_schema
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # Names of an answer's reasoning: vLLM's and SGLang's, OpenRouter's, gpt-oss'.
 REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
-# Fields of a message that are not passed to chat templates.
-UNSUPPORTED_MESSAGE_FIELDS = ("audio", "function_call")
+UNSUPPORTED_MESSAGE_FIELDS = {
+    "audio": "send what was said as content",
+    "function_call": "send it as one of tool_calls",
+}
+"""Fields of a message that are refused with this advice, unless they are null or empty."""
+# Mistral's and Moonshot's names of `continue_final_message`, which few templates read.
+CONTINUED_MESSAGE_FIELDS = ("prefix", "partial")
+# What clients add to messages, or send back with them, that says nothing to a model.
+INERT_MESSAGE_FIELDS = ("annotations", "cache_control", "provider_specific_fields")
 
 
 class ContentPart(msgspec.Struct):
@@ -48,7 +55,6 @@ class MessageFields(msgspec.Struct):
     content: str | list[ContentPart] | None = None
     name: str | None = None
     refusal: Any = None
-    annotations: Any = None
     audio: Any = None
     function_call: Any = None
     tool_calls: list[MessageCall] | None = None

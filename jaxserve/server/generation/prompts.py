@@ -120,7 +120,7 @@ def _split_prompts(
     if isinstance(prompts, str):
         return [prompts], []
     if not prompts:
-        raise InvalidRequestError(f"{param} is an empty list", param=param)
+        raise InvalidRequestError(f"{param} is an empty list; send at least one prompt", param=param)
     if isinstance(prompts[0], int):
         check_context_length(len(prompts), info, param=param)
     elif (total := len(prompts) * (n or 1)) > MAX_SEQUENCES:

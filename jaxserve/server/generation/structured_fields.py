@@ -101,7 +101,9 @@ def structured_outputs(
             found[field] = StructuredOutputs(**given)
     if len(found) > 1:
         names = " and ".join(where + name for name in found)
-        raise InvalidRequestError(f"{names} are given; an output can have one form", param=where + [*found][1])
+        raise InvalidRequestError(
+            f"{names} are given; an output can have one form; send one of them", param=where + [*found][1]
+        )
     return next(((where + name, outputs) for name, outputs in found.items()), None)
 
 

@@ -89,8 +89,8 @@ def validation_error(
         if message.startswith("Object missing"):
             return InvalidRequestError(f"Field {full!r} is required", param=full)
         near = difflib.get_close_matches(name, fields, n=1) if not path else []
-        advice = f"; did you mean {near[0]!r}?" if near else ""
-        return InvalidRequestError(f"Unknown field {full!r}{advice}", param=full)
+        advice = f"did you mean {near[0]!r}?" if near else "leave it out"
+        return InvalidRequestError(f"Unknown field {full!r}; {advice}", param=full)
     if not path:
         return InvalidRequestError(f"The body must be a JSON object: {message}")
     got = "" if ", got" in message or message.startswith(("Invalid value", "Invalid enum")) else _got(body, path)

@@ -37,14 +37,15 @@ type LoadBound = Literal[
 ]
 
 
-def accepts_only(*values: object) -> Meta:
+def accepts_only(*values: object, advice: str = "leave it out") -> Meta:
     """Return the type of an unsupported field, whose only accepted values are null and `values`: they have no effect.
 
-    `refuse_unsupported_fields` checks it.
+    `refuse_unsupported_fields` checks it, and `advice` says there what to do instead.
     """
     # The description keeps types apart whose values are equal in Python: `Annotated` would cache one for 1 and True.
     shown = " or ".join(msgspec.json.encode(value).decode() for value in (None, *values))
-    return Meta(description=f"not supported: only {shown}", extra_json_schema={"enum": [None, *values]})
+    problem = f"not supported: only {shown} is accepted; {advice}"
+    return Meta(description=problem, extra_json_schema={"enum": [None, *values]})
 
 
 def explicit_schema(schema: dict[str, Any]) -> Meta:
@@ -118,25 +119,25 @@ def prompt_schema(*kinds: dict[str, Any]) -> Meta:
 
 
 @functools.cache
-def _accepted_values(kind: type[msgspec.Struct]) -> tuple[tuple[str, tuple[object, ...]], ...]:
-    """Return the unsupported fields of a request type, each with its accepted values."""
-    found = []
-    for field in msgspec.structs.fields(kind):
-        for meta in getattr(field.type, "__metadata__", ()):
-            schema = meta.extra_json_schema or {}
-            if "enum" in schema:
-                found.append((field.name, tuple(schema["enum"])))
-    return tuple(found)
+def _unsupported_fields(kind: type[msgspec.Struct]) -> tuple[tuple[msgspec.structs.FieldInfo, Meta], ...]:
+    """Return the unsupported fields of a request type, each with what `accepts_only` says of it."""
+    return tuple(
+        (field, meta)
+        for field in msgspec.structs.fields(kind)
+        for meta in getattr(field.type, "__metadata__", ())
+        if "enum" in (meta.extra_json_schema or {})
+    )
 
 
 def refuse_unsupported_fields(request: msgspec.Struct, where: str = "") -> None:
     """Raise `InvalidRequestError` for an unsupported field with a value that is not accepted."""
-    for name, accepted in _accepted_values(type(request)):
-        value = getattr(request, name)
-        # In JSON, false is not 0.
-        if value is None or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in accepted):
+    for field, meta in _unsupported_fields(type(request)):
+        value = getattr(request, field.name)
+        if value is None:
             continue
-        shown = " or ".join(msgspec.json.encode(one).decode() for one in accepted)
-        raise InvalidRequestError(
-            f"{where}{name} is not supported: only {shown} is accepted; leave it out", param=where + name
-        )
+        accepted = (meta.extra_json_schema or {})["enum"]
+        # In JSON, false is not 0.
+        if any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in accepted):
+            continue
+        param = where + field.encode_name
+        raise InvalidRequestError(f"{param} is {meta.description}", param=param)

@@ -1,7 +1,8 @@
 """The request bodies of `/v1/completions` and `/v1/chat/completions`, and their conversion to sampling parameters.
 
-A field is supported (it has a type here), inert (its value can't change the answer) or unsupported (most are in
-`generation/unsupported_fields.py`). An unknown field is a 400 that suggests the nearest name. Owns shapes only.
+A field is supported (it has a type here), inert (its value can't change the answer, `generation/inert_fields.py`) or
+unsupported (most are in `generation/unsupported_fields.py`). An unknown field is a 400 that suggests the nearest name.
+Owns shapes only.
 """
 
 from __future__ import annotations
@@ -30,9 +31,7 @@ from jaxserve.server.http.fields import (
     ModelName,
     Name,
     Null,
-    NullOrEmptyList,
     NullOrEmptyObject,
-    NullOrEmptyText,
     NullOrFalse,
     NullOrTrue,
     Priority,
@@ -96,23 +95,15 @@ class OpenAIFields(_FirstFields, kw_only=True, forbid_unknown_fields=True):
     request_id: Name | None = None
     rid: Name | None = None
 
-    # These are for the user, storage and billing at OpenAI. They are inert here, so any value is accepted.
-    user: Any = None
-    metadata: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_retention: Any = None
-    cache_control: Any = None
-    client_metadata: Any = None
     parallel_tool_calls: Any = None
 
     def check_supported(self) -> None:
         """Raise `InvalidRequestError` for a field whose value is not supported or does not fit the others."""
         refuse_unsupported_fields(self)
         if self.best_of not in (None, 1, self.n):
-            raise InvalidRequestError("best_of is not supported unless it equals n", param="best_of")
+            raise InvalidRequestError("best_of is not supported unless it equals n; leave it out", param="best_of")
         if self.stream_options is not None and not self.stream:
-            raise InvalidRequestError("stream_options needs stream to be true", param="stream_options")
+            raise InvalidRequestError("stream_options needs stream to be true; leave it out", param="stream_options")
 
     @property
     def client_ids(self) -> tuple[str, ...]:
@@ -126,7 +117,8 @@ class OpenAIFields(_FirstFields, kw_only=True, forbid_unknown_fields=True):
     @property
     def include_usage(self) -> bool:
         """Whether a stream ends with a usage chunk."""
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
+        options, usage = self.stream_options, self.usage
+        return bool((options and options.include_usage) or (usage and usage.include))
 
     @property
     def continuous_usage(self) -> bool:
@@ -154,9 +146,9 @@ class CompletionRequest(OpenAIFields, kw_only=True, forbid_unknown_fields=True):
     logprobs: api_types.NumLogprobs | None = None
     add_special_tokens: bool | None = None
 
-    suffix: NullOrEmptyText = None
-    prompt_embeds: Null = None
-    thinking_token_budget: Annotated[Any, accepts_only(-1)] = None
+    suffix: Annotated[Any, accepts_only("", advice="write the model's own tokens for infilling into the prompt")] = None
+    prompt_embeds: Annotated[Any, accepts_only(advice="send text or token ids as prompt")] = None
+    thinking_token_budget: Annotated[Any, accepts_only(-1, advice="only chat reads reasoning; leave it out")] = None
 
 
 class ReasoningOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -167,6 +159,9 @@ class ReasoningOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     max_tokens: api_types.TokenCount | None = None
     exclude: bool | None = None
     enabled: bool | None = None
+
+
+_REASONING = 'send reasoning: {"enabled": true} (or false), or reasoning_effort'
 
 
 class ChatRequest(OpenAIFields, kw_only=True, forbid_unknown_fields=True):
@@ -211,25 +206,27 @@ class ChatRequest(OpenAIFields, kw_only=True, forbid_unknown_fields=True):
     include_reasoning: bool | None = None
     separate_reasoning: bool | None = None
 
-    functions: NullOrEmptyList = None
-    function_call: Annotated[Any, accepts_only("none", "auto")] = None
-    modalities: Annotated[Any, accepts_only(["text"])] = None
-    audio: Null = None
+    functions: Annotated[Any, accepts_only([], advice="send them as tools")] = None
+    function_call: Annotated[Any, accepts_only("none", "auto", advice="choose with tool_choice")] = None
+    modalities: Annotated[Any, accepts_only([], ["text"], advice="answers are text; leave it out")] = None
+    audio: Annotated[Any, accepts_only(advice="answers are text; leave it out")] = None
     prediction: Null = None
     verbosity: Literal["low", "medium", "high"] | None = None
-    web_search_options: NullOrEmptyObject = None
-    include: NullOrEmptyList = None
-    text: NullOrEmptyObject = None
+    text: Annotated[Any, accepts_only({}, advice="send its format as response_format")] = None
+    thinking: Annotated[Any, accepts_only(advice=_REASONING)] = None
+    enable_thinking: Annotated[Any, accepts_only(advice=_REASONING)] = None
 
-    chat_template: Null = None
+    chat_template: Annotated[Any, accepts_only(advice="start the server with --chat-template")] = None
     echo: NullOrFalse = None
     media_io_kwargs: NullOrEmptyObject = None
     mm_processor_kwargs: NullOrEmptyObject = None
-    return_prompt_text: NullOrFalse = None
+    return_prompt_text: Annotated[Any, accepts_only(False, advice="/v1/chat/completions/render gives its tokens")] = (
+        None
+    )
 
     stream_reasoning: NullOrTrue = None
     task: Null = None
-    input_ids: Null = None
+    input_ids: Annotated[Any, accepts_only(advice="/v1/completions takes token ids as prompt")] = None
     return_meta_info: NullOrFalse = None
 
     def max_output_tokens(self) -> int | None:
@@ -257,7 +254,7 @@ class ChatRequest(OpenAIFields, kw_only=True, forbid_unknown_fields=True):
         if self.logprobs:
             return self.top_logprobs or 0
         if self.top_logprobs:
-            raise InvalidRequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
+            raise InvalidRequestError("top_logprobs needs logprobs to be true; send that too", param="top_logprobs")
         return None
 
 

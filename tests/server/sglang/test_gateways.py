@@ -71,10 +71,10 @@ def unsupported_fields() -> list[tuple[str, str, list[object]]]:
     """Return the path, name and accepted values of each unsupported field."""
     bases = {"/v1/chat/completions": CHAT, "/v1/completions": COMPLETION, "/generate": GENERATE}
     return [
-        (item.path, name, list(accepted))
+        (item.path, field.encode_name, (meta.extra_json_schema or {})["enum"])
         for item, _ in _POSTS
         if item.path in bases and item.body is not None
-        for name, accepted in fields._accepted_values(item.body)
+        for field, meta in fields._unsupported_fields(item.body)
     ]
 
 
