@@ -23,6 +23,7 @@ from jaxserve.server.generation.message_fields import (
     MessageFields,
 )
 from jaxserve.server.generation.prompts import LONG, TextEncoder, run_off_event_loop
+from jaxserve.server.generation.tools import INPUT
 from jaxserve.server.http.decoding import validation_error
 from jaxserve.server.server_state import LoadedModel, ServerState
 
@@ -248,6 +249,10 @@ def _call(call: MessageCall) -> dict[str, Any]:
 
     Arguments that are no object stay text: models write such, and an answer may have been cut off within them.
     """
+    if call.function is None:
+        assert call.custom is not None
+        function = {"name": call.custom.name, "arguments": {INPUT: call.custom.input}}
+        return {"id": call.id, "type": "function", "function": function}
     arguments = call.function.arguments
     if isinstance(arguments, str):
         with contextlib.suppress(msgspec.DecodeError, UnicodeEncodeError, RecursionError):

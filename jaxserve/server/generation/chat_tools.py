@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from jaxserve.server.generation.inert_fields import InertToolFields
 from jaxserve.server.generation.tools import (
     MAX_TOOLS,
     CallChoice,
@@ -17,10 +18,11 @@ from jaxserve.server.generation.tools import (
     ToolUse,
     tool_use,
 )
+from jaxserve.server.http.fields import refuse_unsupported_fields
 from jaxserve.text.grammars.custom_text import CustomText
 
 
-class ToolFunction(msgspec.Struct, forbid_unknown_fields=True):
+class ToolFunction(InertToolFields, kw_only=True, forbid_unknown_fields=True):
     """A function that the model may call. `parameters` is the JSON schema of its arguments; without it, it has none.
 
     With `strict`, arguments always match the schema, whatever `tool_choice` is.
@@ -31,17 +33,11 @@ class ToolFunction(msgspec.Struct, forbid_unknown_fields=True):
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
-    # Agents send these to servers that load tools later or bill caches; they have no effect.
-    cache_control: Any = None
-    defer_loading: Any = None
 
-
-class FunctionTool(msgspec.Struct, forbid_unknown_fields=True, tag="function"):
+class FunctionTool(InertToolFields, kw_only=True, forbid_unknown_fields=True, tag="function"):
     """A function."""
 
     function: ToolFunction
-    cache_control: Any = None
-    defer_loading: Any = None
 
 
 class TextFormat(msgspec.Struct, forbid_unknown_fields=True, tag="text"):
@@ -61,22 +57,18 @@ class GrammarFormat(msgspec.Struct, forbid_unknown_fields=True, tag="grammar"):
     grammar: GrammarDefinition
 
 
-class CustomToolFields(msgspec.Struct, forbid_unknown_fields=True):
+class CustomToolFields(InertToolFields, kw_only=True, forbid_unknown_fields=True):
     """A tool whose input is a text, which a grammar holds in any answer if it has one."""
 
     name: FunctionName
     description: str | None = None
     format: TextFormat | GrammarFormat | None = None
-    cache_control: Any = None
-    defer_loading: Any = None
 
 
-class CustomTool(msgspec.Struct, forbid_unknown_fields=True, tag="custom"):
+class CustomTool(InertToolFields, kw_only=True, forbid_unknown_fields=True, tag="custom"):
     """A custom tool."""
 
     custom: CustomToolFields
-    cache_control: Any = None
-    defer_loading: Any = None
 
 
 class ToolName(msgspec.Struct, forbid_unknown_fields=True):
@@ -127,11 +119,14 @@ def chat_tool_use(
 
 
 def _offered(tool: FunctionTool | CustomTool, where: str) -> OfferedTool:
+    refuse_unsupported_fields(tool, f"{where}.")
     if isinstance(tool, FunctionTool):
+        refuse_unsupported_fields(tool.function, f"{where}.function.")
         given = tool.function
         return OfferedTool(
             given.name, given.description, given.parameters, given.strict is True, where=f"{where}.function"
         )
+    refuse_unsupported_fields(tool.custom, f"{where}.custom.")
     custom, form = tool.custom, tool.custom.format
     grammar = CustomText(form.grammar.syntax, form.grammar.definition) if isinstance(form, GrammarFormat) else None
     return OfferedTool(custom.name, custom.description, is_custom=True, grammar=grammar, where=f"{where}.custom")

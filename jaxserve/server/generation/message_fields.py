@@ -40,12 +40,25 @@ class MessageFunction(msgspec.Struct):
     arguments: Any = None
 
 
-class MessageCall(msgspec.Struct):
-    """A call in a message of the assistant."""
+class MessageCustomCall(msgspec.Struct):
+    """A custom tool and its input."""
 
-    function: MessageFunction
+    name: str
+    input: str
+
+
+class MessageCall(msgspec.Struct):
+    """A call in a message of the assistant: of a `function`, or of a `custom` tool."""
+
+    function: MessageFunction | None = None
+    custom: MessageCustomCall | None = None
     id: str | None = None
-    type: Literal["function"] | None = "function"
+    type: Literal["function", "custom"] | None = None
+
+    def __post_init__(self) -> None:
+        needed = self.type or ("function" if self.custom is None else "custom")
+        if getattr(self, needed) is None:
+            raise ValueError(f"Object missing required field `{needed}`")
 
 
 class MessageFields(msgspec.Struct):
@@ -61,14 +74,22 @@ class MessageFields(msgspec.Struct):
     tool_call_id: str | None = None
 
 
-_TOOL_CALL = {
+_ID = {"type": ["string", "null"]}
+_FUNCTION = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+_CUSTOM = {
     "type": "object",
-    "properties": {
-        "id": {"type": ["string", "null"]},
-        "type": {"enum": ["function", None]},
-        "function": {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]},
-    },
-    "required": ["function"],
+    "properties": {"name": {"type": "string"}, "input": {"type": "string"}},
+    "required": ["name", "input"],
+}
+_TOOL_CALL = {
+    "anyOf": [
+        {
+            "type": "object",
+            "properties": {"id": _ID, "type": {"enum": [kind, None]}, kind: call},
+            "required": [kind],
+        }
+        for kind, call in (("function", _FUNCTION), ("custom", _CUSTOM))
+    ]
 }
 _PART = {
     "anyOf": [

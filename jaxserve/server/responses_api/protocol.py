@@ -9,15 +9,13 @@ import msgspec
 from msgspec import Meta
 
 from jaxserve import api_types
+from jaxserve.server.generation.inert_fields import InertFields
 from jaxserve.server.generation.message_fields import TemplateArguments, ThinkingTokens
 from jaxserve.server.generation.sampling_fields import with_shared_options
 from jaxserve.server.generation.tools import MAX_TOOLS
 from jaxserve.server.http.fields import (
     ModelName,
     Name,
-    Null,
-    NullOrEmptyList,
-    NullOrFalse,
     Priority,
     StopStrings,
     Text,
@@ -96,7 +94,7 @@ class ResponsesStreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool | None = None
 
 
-class ResponsesInput(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class ResponsesInput(InertFields, kw_only=True, forbid_unknown_fields=True):
     """The body of `/v1/responses/input_tokens`, and what it has in common with `/v1/responses`.
 
     `input` is a text or a list of items. `instructions` are the system prompt of this response only.
@@ -114,9 +112,8 @@ class ResponsesInput(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     truncation: Literal["auto", "disabled"] | None = None
     chat_template_kwargs: TemplateArguments | None = None
 
-    conversation: Null = None
-    prompt: Null = None
-    personality: Null = None
+    conversation: Annotated[Any, accepts_only(advice="continue a response with previous_response_id")] = None
+    prompt: Annotated[Any, accepts_only(advice="send the prompt itself, as instructions and input")] = None
 
 
 @with_shared_options
@@ -143,19 +140,3 @@ class ResponsesRequest(ResponsesInput, kw_only=True, forbid_unknown_fields=True)
     ignore_eos: bool | None = None
     priority: Priority | None = None
     cache_salt: Text | None = None
-
-    metadata: Any = None
-    user: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_retention: Any = None
-    prompt_cache_options: Any = None
-    client_metadata: Any = None
-    image: Any = None
-
-    background: NullOrFalse = None
-    background_options: Null = None
-    context_management: NullOrEmptyList = None
-    moderation: Null = None
-    access_programs: Null = None
-    service_tier: Annotated[Any, accepts_only("auto", "default")] = None

@@ -11,23 +11,20 @@ import msgspec
 from msgspec import Meta
 
 from jaxserve.errors import InvalidRequestError
+from jaxserve.server.generation.inert_fields import InertToolFields
 from jaxserve.server.generation.tools import MAX_TOOLS, CallChoice, FunctionName, GrammarSyntax, OfferedTool
 from jaxserve.server.http.decoding import validation_error
+from jaxserve.server.http.fields import refuse_unsupported_fields
 from jaxserve.text.grammars.custom_text import CustomText
 
 
-class FunctionDefinition(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag="function"):
-    """A function. The last fields are for OpenAI's service, or say how a client calls it; they have no effect."""
+class FunctionDefinition(InertToolFields, kw_only=True, forbid_unknown_fields=True, tag="function"):
+    """A function."""
 
     name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    defer_loading: Any = None
-    allowed_callers: Any = None
-    output_schema: Any = None
-    async_: Any = msgspec.field(default=None, name="async")
-    cache_control: Any = None
 
 
 class AnyText(msgspec.Struct, forbid_unknown_fields=True, tag="text"):
@@ -41,19 +38,15 @@ class GrammarText(msgspec.Struct, forbid_unknown_fields=True, tag="grammar"):
     syntax: GrammarSyntax
 
 
-class CustomDefinition(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag="custom"):
+class CustomDefinition(InertToolFields, kw_only=True, forbid_unknown_fields=True, tag="custom"):
     """A tool whose input is a text, which a grammar holds in any answer if it has one."""
 
     name: FunctionName
     description: str | None = None
     format: AnyText | GrammarText | None = None
-    defer_loading: Any = None
-    allowed_callers: Any = None
-    async_: Any = msgspec.field(default=None, name="async")
-    cache_control: Any = None
 
 
-class NamespaceDefinition(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag="namespace"):
+class NamespaceDefinition(InertToolFields, kw_only=True, forbid_unknown_fields=True, tag="namespace"):
     """Tools that belong together. The model sees each as `namespace.name`."""
 
     name: FunctionName
@@ -131,6 +124,7 @@ class ResponsesTools:
                 param=f"{where}.function",
             )
         tool = _converted(given, _DEFINITIONS[kind], where)
+        refuse_unsupported_fields(tool, f"{where}.")
         if isinstance(tool, NamespaceDefinition):
             for number, inner in enumerate(tool.tools):
                 self._add(inner, f"{where}.tools[{number}]", tool)
