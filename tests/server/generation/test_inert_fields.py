@@ -21,6 +21,7 @@ CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
 BODIES: dict[str, dict[str, Any]] = {
     CHAT: {"messages": HELLO, "max_tokens": 1},
     "/v1/completions": {"prompt": "a", "max_tokens": 1},
+    "/generate": {"text": "a", "sampling_params": {"max_new_tokens": 1}},
     MESSAGES: {"messages": HELLO, "max_tokens": 1},
 }
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
