@@ -11,6 +11,7 @@ from hypothesis import given, settings
 
 from jaxserve.server.anthropic.protocol import MessagesRequest
 from jaxserve.server.openai.protocol import ChatRequest, CompletionRequest
+from jaxserve.server.responses_api.protocol import ResponsesRequest
 from tests.selection import examples
 from tests.server.conftest import over_asgi
 
@@ -37,10 +38,24 @@ BLOCK = st.fixed_dictionaries(
 BLOCKS = st.fixed_dictionaries(
     {"role": st.sampled_from(["user", "assistant", "system"]), "content": st.lists(BLOCK, max_size=3)}
 )
+ITEM_TYPES = [
+    "message", "reasoning", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output",
+    "item_reference",
+]  # fmt: skip
+PART = st.fixed_dictionaries({"type": st.sampled_from(["input_text", "output_text", "input_image"]) | JSON})
+ITEM = st.fixed_dictionaries(
+    {"type": st.sampled_from(ITEM_TYPES) | JSON},
+    optional={"role": st.sampled_from(["user", "assistant", "developer"]) | JSON, "arguments": JSON, "summary": JSON}
+    | {name: st.sampled_from(["c", "d"]) | JSON for name in ("id", "call_id", "name", "input", "output")}
+    | {"content": st.text(max_size=5) | st.lists(PART, max_size=2) | JSON},
+)
 SENSIBLE: dict[str, st.SearchStrategy[Any]] = {
     "prompt": st.text(max_size=30) | st.lists(st.integers(-1, 260), max_size=5) | st.lists(st.text(), max_size=3),
     "messages": st.lists(MESSAGE | BLOCKS, max_size=3),
+    "input": st.text(max_size=20) | st.lists(ITEM, max_size=4),
+    "include": st.lists(st.sampled_from(["reasoning.encrypted_content", "message.output_text.logprobs"]), max_size=2),
     "max_tokens": st.integers(0, 9),
+    "max_output_tokens": st.integers(0, 9),
     "stream": st.booleans(),
     "echo": st.booleans(),
     "stop": st.lists(st.text(max_size=3), max_size=3) | st.text(max_size=3),
@@ -67,6 +82,7 @@ REQUESTS = st.one_of(
         ("/v1/completions", CompletionRequest, "prompt"),
         ("/v1/chat/completions", ChatRequest, "messages"),
         ("/v1/messages", MessagesRequest, "messages", "max_tokens"),
+        ("/v1/responses", ResponsesRequest, "input"),
     )
 )
 
@@ -80,7 +96,8 @@ def check(path: str, body: bytes) -> None:
                 assert set(response.json()) - {"type"} == {"error"}
                 assert response.json()["error"]["message"]
             elif "event-stream" in response.headers["content-type"]:
-                assert response.text.endswith(("data: [DONE]\n\n", 'data: {"type":"message_stop"}\n\n'))
+                ends = "data: [DONE]", 'data: {"type":"message_stop"}', 'data: {"type":"response.'
+                assert response.text.rstrip().rpartition("\n")[2].startswith(ends)
             assert server.engine.num_running == 0
             assert server.state.num_open_requests == 0
 
@@ -99,7 +116,11 @@ def test_any_values_in_any_fields(request_: tuple[str, dict[str, Any]]):
     st.sampled_from(
         [
             "/v1/completions",
+            "/v1/completions/render",
             "/v1/chat/completions",
+            "/v1/chat/completions/render",
+            "/v1/responses",
+            "/v1/responses/input_tokens",
             "/v1/messages",
             "/v1/messages/count_tokens",
             "/tokenize",

@@ -73,10 +73,13 @@ def _form(text: TextSettings) -> tuple[str, StructuredOutputs] | None:
 
 
 def without_oldest(messages: Sequence[dict[str, Any]], count: int) -> list[dict[str, Any]] | None:
-    """Return messages without the `count` oldest ones after the system prompt, nor results whose calls are among them;
-    None if none would be left."""
+    """Return messages without the `count` oldest ones after the system prompt; None if none would be left.
+
+    Results whose calls are among them go too, and answers before the next question, if there is one.
+    """
     first = 1 if messages[0]["role"] == "system" else 0
     rest = messages[first + count :]
-    while rest and rest[0]["role"] == "tool":
+    asks = any(message["role"] == "user" for message in rest)
+    while rest and rest[0]["role"] in (("tool", "assistant") if asks else ("tool",)):
         rest = rest[1:]
     return [*messages[:first], *rest] if rest else None

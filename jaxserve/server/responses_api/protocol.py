@@ -126,8 +126,7 @@ class ResponsesRequest(ResponsesInput, kw_only=True, forbid_unknown_fields=True)
 
     conditions: ClassVar[tuple[dict[str, Any], ...]] = (requires("stream_options", [None], "stream"),)
 
-    max_output_tokens: TokenLimit | None = None
-    max_tool_calls: int | None = None
+    max_output_tokens: Annotated[int, Meta(ge=0)] | None = None
     include: list[Includable] | None = None
     top_logprobs: api_types.NumLogprobs | None = None
     store: bool | None = None
@@ -140,3 +139,7 @@ class ResponsesRequest(ResponsesInput, kw_only=True, forbid_unknown_fields=True)
     ignore_eos: bool | None = None
     priority: Priority | None = None
     cache_salt: Text | None = None
+
+    # These are about tools that OpenAI runs and about images, of which there are none here.
+    max_tool_calls: int | None = None
+    image: Any = None

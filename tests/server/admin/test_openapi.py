@@ -97,6 +97,8 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "logprobs": True},
     "/v1/messages": {"max_tokens": 4, "messages": [{"role": "user", "content": "a"}]},
     "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "a"}]},
+    "/v1/responses": {"input": "a", "max_output_tokens": 4},
+    "/v1/responses/input_tokens": {"input": "a"},
     "/generate": {"text": "a", "return_logprob": True},
     "/tokenize": {"messages": [{"role": "user", "content": "a"}]},
     "/detokenize": {"tokens": [1]},
@@ -116,6 +118,10 @@ CONDITIONAL_FIELDS = {
     },
     "/v1/messages": {"messages", "system", "tools", "tool_choice", "thinking", "output_config", "output_format"},
     "/v1/messages/count_tokens": {"messages", "tools", "tool_choice", "thinking", "output_config", "output_format"},
+    "/v1/responses": {
+        "input", "stream_options", "tools", "tool_choice", "text", "reasoning", "previous_response_id", "min_tokens",
+    },
+    "/v1/responses/input_tokens": {"input", "tools", "tool_choice", "text", "reasoning", "previous_response_id"},
     "/generate": {"text", "input_ids", "sampling_params", "rid", *FORMS},
     "/tokenize": {"messages", "prompt", "tools", "tool_choice"},
 }  # fmt: skip

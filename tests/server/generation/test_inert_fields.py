@@ -17,12 +17,13 @@ from jaxserve.server.http.fields import _unsupported_fields
 from tests.server.conftest import ServerUnderTest, over_asgi
 from tests.server.openai.test_chat import HELLO
 
-CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
+CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
 BODIES: dict[str, dict[str, Any]] = {
     CHAT: {"messages": HELLO, "max_tokens": 1},
     "/v1/completions": {"prompt": "a", "max_tokens": 1},
     "/generate": {"text": "a", "sampling_params": {"max_new_tokens": 1}},
     MESSAGES: {"messages": HELLO, "max_tokens": 1},
+    RESPONSES: {"input": "a", "max_output_tokens": 1},
 }
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
@@ -31,8 +32,35 @@ def message_tool(**more: Any) -> dict[str, Any]:
     return {"name": "f", "input_schema": SCHEMA} | more
 
 
+def chat_tool(**more: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "parameters": SCHEMA}} | more
+
+
+def chat_function(**more: Any) -> dict[str, Any]:
+    return chat_tool(function={"name": "f", "parameters": SCHEMA} | more)
+
+
+def chat_custom(**more: Any) -> dict[str, Any]:
+    return {"type": "custom", "custom": {"name": "f"} | more}
+
+
+def response_tool(**more: Any) -> dict[str, Any]:
+    return {"type": "function", "name": "f", "parameters": SCHEMA} | more
+
+
+def response_custom(**more: Any) -> dict[str, Any]:
+    return {"type": "custom", "name": "f"} | more
+
+
 # Where tools have fields: a path, the place in a tool, and the tool with more fields there.
-TOOLS: list[tuple[str, str, Callable[..., dict[str, Any]]]] = [(MESSAGES, "", message_tool)]
+TOOLS: list[tuple[str, str, Callable[..., dict[str, Any]]]] = [
+    (MESSAGES, "", message_tool),
+    (CHAT, "", chat_tool),
+    (CHAT, "function.", chat_function),
+    (CHAT, "custom.", chat_custom),
+    (RESPONSES, "", response_tool),
+    (RESPONSES, "", response_custom),
+]
 
 # Values that ask for nothing, on all routes; then those of single routes.
 HARMLESS: dict[str, list[Any]] = {
@@ -94,6 +122,7 @@ OF_ROUTES: dict[str, dict[str, list[Any]]] = {
         "context_management": [[], {}],
     },
     "/v1/completions": {"suffix": [""], "context_management": [[], {}]},
+    RESPONSES: {"tools": [[]], "text": [{}], "reasoning": [{}], "instructions": [""], "stream": [False]},
     MESSAGES: {"tools": [[]], "system": [[]], "context_management": [{"edits": []}], "diagnostics": [{}]},
 }
 # A value that asks for something, and a word of the advice.
@@ -149,6 +178,7 @@ HARMFUL_OF_ROUTES: dict[str, dict[str, tuple[Any, str]]] = {
         "input_ids": ([1], "/v1/completions"),
     },
     "/v1/completions": {"suffix": ("s", "infilling")},
+    RESPONSES: {"conversation": ("conv_1", "previous_response_id"), "prompt": ({"id": "p"}, "instructions")},
 }
 
 
@@ -238,8 +268,9 @@ async def test_fields_of_tools_that_ask_for_nothing_change_nothing(
             message = await refusal(server, path, tools=[tool(**{name: value})])
             assert message.startswith(f"tools[0].{place}{name} is not supported")
             assert "leave it out" in message
-        for given in ({**tool(), "type": None}, tool(strict=None)):
-            assert await prompt_of(server, path, tools=[given]) == plain
+        if path == MESSAGES:
+            for given in ({**tool(), "type": None}, tool(strict=None)):
+                assert await prompt_of(server, path, tools=[given]) == plain
 
 
 # Shows templates' view: every key of a message.

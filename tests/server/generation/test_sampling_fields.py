@@ -11,17 +11,19 @@ from jaxserve.cli.generate import parser
 from jaxserve.errors import InvalidRequestError
 from jaxserve.server.anthropic.protocol import MessagesRequest
 from jaxserve.server.openai.protocol import ChatRequest, CompletionRequest
+from jaxserve.server.responses_api.protocol import ResponsesRequest
 from jaxserve.server.sglang.generate_protocol import GenerateSampling
 
 
 @pytest.mark.parametrize("name", SHARED_OPTIONS)
-@pytest.mark.parametrize("kind", [CompletionRequest, ChatRequest, MessagesRequest, GenerateSampling])
+@pytest.mark.parametrize("kind", [CompletionRequest, ChatRequest, MessagesRequest, ResponsesRequest, GenerateSampling])
 def test_a_request_has_the_option_with_its_bounds(kind: type[msgspec.Struct], name: str):
     messages = [{"role": "user", "content": "a"}]
     needed = {
         CompletionRequest: {"prompt": "a"},
         ChatRequest: {"messages": messages},
         MessagesRequest: {"messages": messages, "max_tokens": 1},
+        ResponsesRequest: {"input": "a"},
         GenerateSampling: {},
     }[kind]
     for value in (-3, 1000):
