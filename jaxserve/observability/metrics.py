@@ -11,7 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.multiprocess import MultiProcessCollector
@@ -112,6 +112,19 @@ class Metrics:
             registry=own,
         )
         self.rejections = {setting: rejections.labels(model_name, setting) for setting in QUEUE_LIMITS}
+
+        def gauge(name: str, text: str) -> Gauge:
+            made = Gauge(PREFIX + name, text, ["model_name"], registry=own, multiprocess_mode="livesum")
+            return made.labels(model_name)
+
+        self._stored = gauge("num_stored_responses", "Responses that are kept, to be continued or read by id")
+        self._stored_bytes = gauge("stored_response_bytes", "Size of all responses that are kept")
+        self._evicted = Counter(
+            f"{PREFIX}stored_responses_evicted",
+            "Responses that made room for others, or were not used for too long",
+            ["model_name"],
+            registry=own,
+        ).labels(model_name)
         labels = ["model_name", "handler", "method"]
         self._http_requests = Counter(
             f"{PREFIX}http_requests",
@@ -138,6 +151,12 @@ class Metrics:
         group = f"{status // 100}xx" if status else "none"
         self._http_requests.labels(self._model_name, handler, method, group).inc()
         self._http_seconds.labels(self._model_name, handler, method).observe(seconds)
+
+    def record_stored_responses(self, num: int, num_bytes: int, num_evicted: int) -> None:
+        """Record how many responses this process keeps now, and how many more were evicted."""
+        self._stored.set(num)
+        self._stored_bytes.set(num_bytes)
+        self._evicted.inc(num_evicted)
 
     @property
     def generation_throughput(self) -> float:

@@ -65,13 +65,15 @@ class _Entry:
 class ResponseStore:
     """The responses of one API process, of which those that were not used for longest go first.
 
-    `max_age` is in seconds since the last use.
+    `max_age` is in seconds since the last use. After each change, `on_change` gets the number and the size of what is
+    kept, and how many were evicted.
     """
 
     max_count: int
     max_bytes: int
     max_age: float
     clock: Callable[[], float] = time.monotonic
+    on_change: Callable[[int, int, int], None] = lambda *_: None
     num_bytes: int = 0
     num_evicted: int = 0
     _entries: OrderedDict[str, _Entry] = field(default_factory=OrderedDict)
@@ -98,13 +100,11 @@ class ResponseStore:
         self._entries[response_id] = entry = _Entry(body, _Turn(before, input, output), self.clock())
         self.num_bytes += len(body)
         self._hold(entry.turn)
-        self._expire()
-        while len(self._entries) > self.max_count or self.num_bytes > self.max_bytes:
-            self._evict()
+        self._evict(self.clock() - self.max_age)
 
     def get(self, response_id: str) -> StoredResponse | None:
         """Return a response, which counts as used now, or None."""
-        self._expire()
+        self._evict(self.clock() - self.max_age)
         entry = self._entries.get(response_id)
         if entry is None:
             return None
@@ -127,6 +127,7 @@ class ResponseStore:
         entry = self._entries.pop(response_id, None)
         if entry is not None:
             self._release(entry)
+            self.on_change(len(self._entries), self.num_bytes, 0)
         return entry is not None
 
     @contextmanager
@@ -143,15 +144,19 @@ class ResponseStore:
         write = self._open.get(response_id)
         return None if write is None else write(status)
 
-    def _expire(self) -> None:
-        oldest = self.clock() - self.max_age
-        while self._entries and next(iter(self._entries.values())).used_at < oldest:
-            self._evict()
-
-    def _evict(self) -> None:
-        _, entry = self._entries.popitem(last=False)
-        self._release(entry)
-        self.num_evicted += 1
+    def _evict(self, oldest: float) -> None:
+        """Forget what was not used since `oldest`, and what is beyond the bounds."""
+        num_evicted = 0
+        while self._entries and (
+            len(self._entries) > self.max_count
+            or self.num_bytes > self.max_bytes
+            or next(iter(self._entries.values())).used_at < oldest
+        ):
+            _, entry = self._entries.popitem(last=False)
+            self._release(entry)
+            num_evicted += 1
+        self.num_evicted += num_evicted
+        self.on_change(len(self._entries), self.num_bytes, num_evicted)
 
     def _hold(self, turn: _Turn) -> None:
         turn.users += 1

@@ -159,6 +159,7 @@ class ServerState:
             -(-config.max_stored_responses // num_processes),
             config.max_stored_response_bytes // num_processes,
             config.stored_response_seconds,
+            on_change=self.metrics.record_stored_responses,
         )
         self.num_open_requests = 0
         self.idle = asyncio.Event()

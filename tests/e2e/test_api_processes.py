@@ -105,6 +105,42 @@ async def test_both_serve_and_each_finds_the_requests_of_the_other(server: FakeS
     assert info["stats"]["integrity_errors"] == []
 
 
+async def test_a_response_that_one_keeps_is_found_by_the_other(server: FakeServer) -> None:
+    url, path = server.url, "/v1/responses"
+    async with Stream(url) as one, Stream(url) as other:  # one in each process
+        first = await ask(url, path, input="one", max_output_tokens=2)
+        for _ in range(2):  # in each process
+            assert await ask(url, f"{path}/{first['id']}") == first
+            second = await ask(url, path, input="two", max_output_tokens=2, previous_response_id=first["id"])
+            listed = await ask(url, f"{path}/{second['id']}/input_items?order=asc")
+            assert [item["role"] for item in listed["data"]] == ["user", "assistant", "user"]
+            items = [{"type": "item_reference", "id": item["id"]} for item in listed["data"][:2]]
+            again = await ask(url, path, input=[*items, {"role": "user", "content": "two"}], max_output_tokens=2)
+            assert again["usage"]["input_tokens"] == second["usage"]["input_tokens"]
+        found = re.search(r'num_stored_responses\{model_name="fake"\} (\S+)', await ask(url, "/metrics"))
+        assert found is not None
+        assert float(found[1]) == 5
+        async with httpx.AsyncClient(base_url=url, timeout=60) as http:
+            assert (await http.delete(f"{path}/{first['id']}")).json()["deleted"] is True
+        for _ in range(2):
+            assert "not found" in (await ask(url, f"{path}/{first['id']}"))["error"]["message"]
+    assert one.id != other.id
+
+
+async def test_a_stream_that_one_writes_is_cancelled_by_the_other(server: FakeServer) -> None:
+    url, path = server.url, "/v1/responses"
+    body = {"input": "long", "max_output_tokens": 3000, "ignore_eos": True, "stream": True}
+    for _ in range(2):
+        async with httpx.AsyncClient(base_url=url, timeout=60) as http, http.stream("POST", path, json=body) as stream:
+            lines = stream.aiter_lines()
+            name = json.loads([await anext(lines) for _ in range(2)][1][6:])["response"]["id"]
+            async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+                cancelled = (await client.post(f"{path}/{name}/cancel")).json()
+            events = [json.loads(line[6:]) async for line in lines if line.startswith("data: ")]
+        assert (cancelled["id"], cancelled["status"]) == (name, "cancelled")
+        assert (events[-1]["type"], events[-1]["response"]["status"]) == ("response.incomplete", "cancelled")
+
+
 async def test_metrics_are_those_of_all_processes(server: FakeServer) -> None:
     url = server.url
     before, *_ = [finished(await ask(url, "/metrics")) for _ in range(2)]

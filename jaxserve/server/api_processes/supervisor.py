@@ -22,6 +22,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from prometheus_client.multiprocess import mark_process_dead
+
 from jaxserve.config.schema import EngineConfig, ServerConfig
 from jaxserve.engine.client import EngineProcesses
 from jaxserve.errors import JaxserveError
@@ -212,12 +214,14 @@ class Supervisor:
             self._failed.set_result(1)
             return
         logger.error(
-            "API process %d (pid %d) ended with code %d: its open requests are lost; it is started again",
+            "API process %d (pid %d) ended with code %d: its open requests and stored responses are lost; it is "
+            "started again",
             child.index,
             child.pid,
             code,
         )
         await child.stop(0.0)
+        mark_process_dead(child.pid, self._metrics_dir)
         if self._engines is not None:
             self._engines.forget_client(child.index)
         self._forget(child.index)

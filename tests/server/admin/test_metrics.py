@@ -291,7 +291,19 @@ def test_engine_metrics():
     assert others == {
         *("cache_config_info", "engine_info", "gen_throughput", "avg_generation_throughput_toks_per_s"),
         *("avg_prompt_throughput_toks_per_s", "request_success_total", "admission_rejections_total"),
+        *("num_stored_responses", "stored_response_bytes", "stored_responses_evicted_total"),
     }, "each has a test here"
+
+
+async def test_responses_that_are_kept():
+    async with over_asgi(max_stored_responses=2) as server:
+        for number in range(5):
+            answer = await server.http.post("/v1/responses", json={"input": str(number), "max_output_tokens": 1})
+        await server.http.delete(f"/v1/responses/{answer.json()['id']}")
+        found = await scrape(server)
+        assert found["jaxserve:num_stored_responses"] == 1
+        assert found["jaxserve:stored_response_bytes"] == server.state.responses.num_bytes > 0
+        assert found["jaxserve:stored_responses_evicted_total"] == 3
 
 
 async def test_requests_by_route():
