@@ -65,8 +65,8 @@ class StreamLoad:
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
-_CHAT, _COMPLETIONS, _MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
-_ENDS = (b"data: [DONE]\n\n", b'data: {"type":"message_stop"}\n\n')
+_CHAT, _COMPLETIONS, _MESSAGES, _RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"
+_ENDS = (b"data: [DONE]\n\n", b'data: {"type":"message_stop"}\n\n', b"event: response.incomplete\n")
 _STOPS = {"stop": ["\n\nQuestion:", "###", "<end>"]}
 LOADS = (
     StreamLoad("completions", _COMPLETIONS, 64, 31.25),
@@ -78,6 +78,8 @@ LOADS = (
     StreamLoad("chat", _CHAT, 256, 30.0),
     StreamLoad("messages", _MESSAGES, 256, 30.0),
     StreamLoad("chat, a fast engine", _CHAT, 256, 200.0),
+    StreamLoad("responses", _RESPONSES, 64, 31.25),
+    StreamLoad("responses", _RESPONSES, 256, 30.0),
 )
 
 COLUMNS = ("load", "streams", "api_processes", "tok_s", "cpu_percent", "cpu_us_per_token", "added_ms_p50",
@@ -129,7 +131,8 @@ class StreamReader(asyncio.Protocol):
         response_id = ""
         for event in re.finditer(rb"data: (\{.*\})\n\n", body):
             chunk = json.loads(event[1])
-            response_id = chunk.get("id") or chunk.get("message", {}).get("id") or response_id
+            outer = chunk.get("message") or chunk.get("response") or chunk
+            response_id = outer.get("id") or response_id
             when = self.pieces[bisect.bisect_left(ends, event.end())][0]
             times += [when] * (sum(map(len, _texts(chunk))) // TOKEN_BYTES)
         return response_id, times
@@ -137,6 +140,9 @@ class StreamReader(asyncio.Protocol):
 
 def _texts(event: dict[str, Any]) -> Iterator[str]:
     """Yield the texts of an event of any route."""
+    if event.get("type", "").startswith("response."):
+        yield event["delta"] if event["type"] == "response.output_text.delta" else ""
+        return
     for choice in event.get("choices", (event,)):
         yield choice.get("text") or choice.get("delta", {}).get("content") or choice.get("delta", {}).get("text") or ""
 
@@ -159,14 +165,16 @@ class CpuUsage:
 async def read_streams(port: int, pids: list[int], load: StreamLoad, seconds: float) -> dict[str, Any]:
     """Read all streams to their end and measure the server's processes for `seconds` while all of them run."""
     max_tokens = int(load.rate * (seconds + 3 * SETTLE))
-    body: dict[str, Any] = {"model": MODEL, "max_tokens": max_tokens, "stream": True} | load.options
+    limit = "max_output_tokens" if load.route == _RESPONSES else "max_tokens"
+    body: dict[str, Any] = {"model": MODEL, limit: max_tokens, "stream": True} | load.options
     if load.route != _MESSAGES:
         body |= {"ignore_eos": True, "stream_options": {"include_usage": True}}
     readers: list[StreamReader] = []
     loop = asyncio.get_running_loop()
     for number in range(load.streams):
         text = f"{number}: {3 * WORDS}"
-        body |= {"messages": [{"role": "user", "content": text}]} if load.route != _COMPLETIONS else {"prompt": text}
+        messages = [{"role": "user", "content": text}]
+        body |= {_COMPLETIONS: {"prompt": text}, _RESPONSES: {"input": text}}.get(load.route, {"messages": messages})
         content = json.dumps(body).encode()
         head = f"POST {load.route} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
         message = head.encode() + b"Content-Length: %d\r\n\r\n" % len(content) + content
