@@ -37,14 +37,8 @@ from jaxserve.server.openai.render import RenderedRequest, render_chat, render_c
 from jaxserve.server.openai.responses import ChatResponse, CompletionResponse, ModelCard, ModelList
 from jaxserve.server.responses_api.bodies import DeletedResponse, InputItemList, InputTokenCount, ResponseObject
 from jaxserve.server.responses_api.protocol import ResponsesInput, ResponsesRequest
-from jaxserve.server.responses_api.routes import (
-    cancel_response,
-    count_input_tokens,
-    create_response,
-    delete_response,
-    get_response,
-    list_input_items,
-)
+from jaxserve.server.responses_api.routes import count_input_tokens, create_response
+from jaxserve.server.responses_api.stored import cancel_response, delete_response, get_response, list_input_items
 from jaxserve.server.server_state import ServerState
 from jaxserve.server.sglang.generate import generate
 from jaxserve.server.sglang.generate_protocol import GenerateOutput, GenerateRequest

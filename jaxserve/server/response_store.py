@@ -93,13 +93,18 @@ class ResponseStore:
         output: Sequence[StoredItem],
     ) -> None:
         """Keep a response that continues another one, whose id and items are given, or none."""
+        if not self.max_count:
+            return
         before = None
         if continued is not None:
             previous = self._entries.get(continued[0])
             before = _Turn(None, continued[1]) if previous is None else previous.turn
-        self._entries[response_id] = entry = _Entry(body, _Turn(before, input, output), self.clock())
+        entry, replaced = _Entry(body, _Turn(before, input, output), self.clock()), self._entries.pop(response_id, None)
+        self._entries[response_id] = entry
         self.num_bytes += len(body)
         self._hold(entry.turn)
+        if replaced is not None:  # the client chose this id before
+            self._release(replaced)
         self._evict(self.clock() - self.max_age)
 
     def get(self, response_id: str) -> StoredResponse | None:
@@ -137,7 +142,8 @@ class ResponseStore:
         try:
             yield
         finally:
-            del self._open[response_id]
+            if self._open.get(response_id) is snapshot:
+                del self._open[response_id]
 
     def snapshot(self, response_id: str, status: OpenStatus) -> bytes | None:
         """Return a response that is being written, with a status; None if it isn't."""

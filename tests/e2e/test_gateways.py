@@ -97,8 +97,10 @@ def test_other_routes(name: str, url: str) -> None:
     unnamed = {"text": "abc", "sampling_params": {"max_new_tokens": 3}, "stream": True}
     streamed = httpx.post(f"{url}/generate", json=unnamed, headers=HEADERS)
     assert '"completion_tokens":3' in streamed.text
-    responses = post(url, "/v1/responses", {"input": "abc"})
-    assert (responses.status_code, responses.json()["error"]["code"]) == (404, "not_found")
+    response = post(url, "/v1/responses", {"input": "abc", "max_output_tokens": 3})
+    assert (response.status_code, response.json()["usage"]["output_tokens"]) == (200, 3)
+    streamed = post(url, "/v1/responses", {"input": "abc", "max_output_tokens": 3, "stream": True})
+    assert "event: response.incomplete" in streamed.text
     if name != "vllm_router":  # it sends no key with this
         assert httpx.post(f"{url}/flush_cache", headers=HEADERS).status_code == 200
 

@@ -1,4 +1,4 @@
-"""`/v1/responses`: answers as OpenAI's Responses API does, and reads, continues, cancels and deletes responses."""
+"""`/v1/responses`: answers as OpenAI's Responses API does; `/v1/responses/input_tokens` counts the prompt."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import parse_qs
 
 import msgspec
 
@@ -18,14 +17,13 @@ from jaxserve.server.errors import ContextLengthError, HttpError
 from jaxserve.server.generation.conversation import Conversation, PreparedAnswer, count_prompt, prepare_answer
 from jaxserve.server.generation.engine_requests import engine_requests
 from jaxserve.server.generation.message_list import template_abilities
+from jaxserve.server.generation.prompts import max_output_tokens
 from jaxserve.server.generation.responder import respond
 from jaxserve.server.generation.sampling_fields import sampling_params
 from jaxserve.server.http.exchange import HttpExchange
 from jaxserve.server.http.fields import refuse_unsupported_fields
 from jaxserve.server.response_store import StoredItem
 from jaxserve.server.responses_api.bodies import (
-    DeletedResponse,
-    InputItemList,
     InputTokenCount,
     ResponseObject,
 )
@@ -40,10 +38,10 @@ from jaxserve.server.responses_api.protocol import (
     ResponsesRequest,
     TextSettings,
 )
+from jaxserve.server.responses_api.stored import lost_response
 from jaxserve.server.responses_api.tools import ResponsesTools
 from jaxserve.server.server_state import LoadedModel, ServerState
 
-_MAX_ITEMS = 100
 _PREFIXES = {"reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
 
 
@@ -62,10 +60,10 @@ async def create_response(state: ServerState, exchange: HttpExchange, request: R
     loaded = state.require_loaded()
     asked = await _read(state, loaded, request)
     answer = await _prepare(state, loaded, request, asked.conversation)
-    left = loaded.engine.info.max_model_len - len(answer.ids)
-    if left < 1:
-        raise _full(len(answer.ids))
-    limit = left if request.max_output_tokens is None else min(request.max_output_tokens, left)
+    info, wanted = loaded.engine.info, request.max_output_tokens
+    if wanted is not None:
+        wanted = min(wanted, info.max_model_len - len(answer.ids))
+    limit = max_output_tokens(len(answer.ids), wanted, None, info, param="input")
     include = request.include or []
     logprobs = (request.top_logprobs or 0) if request.top_logprobs or TEXT_LOGPROBS in include else None
     sampling = sampling_params(request, max_tokens=limit, logprobs=logprobs)
@@ -89,7 +87,7 @@ async def create_response(state: ServerState, exchange: HttpExchange, request: R
     )
 
     def keep(response: ResponseObject) -> None:
-        if request.store is False or not state.config.max_stored_responses:
+        if request.store is False:
             return
         output = [StoredItem(item.id, msgspec.json.encode(item)) for item in response.output]
         body = msgspec.json.encode(response)
@@ -110,82 +108,6 @@ async def count_input_tokens(state: ServerState, exchange: HttpExchange, request
     await exchange.respond(InputTokenCount(input_tokens=await count_prompt(state, loaded, asked.conversation)))
 
 
-async def get_response(state: ServerState, exchange: HttpExchange) -> None:
-    """Answer with a response that is kept, or with what is there of one that is being written."""
-    response_id = _response_id(exchange)
-    if parse_qs(exchange.scope["query_string"].decode(errors="replace")).get("stream", ["false"])[-1] == "true":
-        raise InvalidRequestError(
-            "stream is not supported here: leave it out, or stream the response when you create it", param="stream"
-        )
-    stored = await state.stored_response(response_id)
-    found = await state.open_response(response_id) if stored is None else stored.body
-    if found is None:
-        raise _lost(response_id)
-    await exchange.respond(msgspec.Raw(found))
-
-
-async def delete_response(state: ServerState, exchange: HttpExchange) -> None:
-    """Forget a response."""
-    response_id = _response_id(exchange)
-    if not await state.delete_response(response_id):
-        raise _lost(response_id)
-    await exchange.respond(DeletedResponse(id=response_id))
-
-
-async def cancel_response(state: ServerState, exchange: HttpExchange) -> None:
-    """Abort a response that is being written, and answer with what is there of it."""
-    response_id = _response_id(exchange)
-    found = await state.open_response(response_id, cancels=True)
-    if found is None and await state.stored_response(response_id) is not None:
-        raise InvalidRequestError("The response has ended, so there is nothing to cancel", param="response_id")
-    if found is None:
-        raise _lost(response_id)
-    await exchange.respond(msgspec.Raw(found))
-
-
-async def list_input_items(state: ServerState, exchange: HttpExchange) -> None:
-    """Answer with a page of the items that a response was an answer to, the last ones first unless `order` is asc."""
-    response_id = _response_id(exchange)
-    stored = await state.stored_response(response_id)
-    if stored is None:
-        raise _lost(response_id)
-    given = {name: values[-1] for name, values in parse_qs(exchange.scope["query_string"].decode("latin-1")).items()}
-    limit, order = given.get("limit", "20"), given.get("order", "desc")
-    if not limit.isdecimal() or not 1 <= int(limit) <= _MAX_ITEMS:
-        raise InvalidRequestError(f"limit must be a number in [1, {_MAX_ITEMS}], got {limit[:40]!r}", param="limit")
-    if order not in ("asc", "desc"):
-        raise InvalidRequestError(f"order must be asc or desc, got {order[:40]!r}", param="order")
-    items = stored.input if order == "asc" else stored.input[::-1]
-    if (after := given.get("after")) is not None:
-        places = [number for number, item in enumerate(items) if item.id == after]
-        if not places:
-            raise InvalidRequestError(f"after: the response has no input item {after[:100]!r}", param="after")
-        items = items[places[0] + 1 :]
-    shown = items[: int(limit)]
-    page = InputItemList(
-        data=[msgspec.json.decode(item.json) for item in shown],
-        first_id=shown[0].id if shown else None,
-        last_id=shown[-1].id if shown else None,
-        has_more=len(items) > len(shown),
-    )
-    await exchange.respond(page)
-
-
-def _response_id(exchange: HttpExchange) -> str:
-    return str(exchange.scope["path_params"]["response_id"])
-
-
-def _lost(response_id: str, param: str = "response_id", code: str | None = None) -> HttpError:
-    return HttpError(
-        404,
-        f"Response with id '{response_id[:100]}' not found: it was never stored, or it has been deleted, or it made "
-        "room for others; send the conversation itself as input, or start the server with a larger "
-        "--max-stored-responses, --max-stored-response-bytes or --stored-response-seconds",
-        param=param,
-        code=code,
-    )
-
-
 async def _read(state: ServerState, loaded: LoadedModel, request: ResponsesInput) -> _ReadRequest:
     """Return what a request asks. Raises `InvalidRequestError`, or `HttpError` 404 for a response that is lost."""
     refuse_unsupported_fields(request)
@@ -197,7 +119,7 @@ async def _read(state: ServerState, loaded: LoadedModel, request: ResponsesInput
     if request.previous_response_id is not None:
         stored = await state.stored_response(request.previous_response_id)
         if stored is None:
-            raise _lost(request.previous_response_id, "previous_response_id", "previous_response_not_found")
+            raise lost_response(request.previous_response_id, "previous_response_id", "previous_response_not_found")
         before = [*stored.input, *stored.output]
         continued = request.previous_response_id, before
         items += [("previous_response_id", msgspec.json.decode(item.json)) for item in before]
@@ -208,7 +130,8 @@ async def _read(state: ServerState, loaded: LoadedModel, request: ResponsesInput
     tools = ResponsesTools.of(request.tools)
     special = loaded.tokenizer.special_texts()
     asked = conversation(request, tools, items, await template_abilities(loaded), special)
-    return _ReadRequest(asked, tools, [_stored(item) for item in new], continued)
+    stored_input = [] if getattr(request, "store", None) is False else [_stored(item) for item in new]
+    return _ReadRequest(asked, tools, stored_input, continued)
 
 
 def _given(input: str | list[dict[str, Any]] | None) -> list[dict[str, Any]]:
@@ -267,15 +190,6 @@ async def _prepare(
             fewest = middle + 1
     kept = without_oldest(asked.messages, most)
     return await prepare_answer(state, loaded, asked if kept is None else dataclasses.replace(asked, messages=kept))
-
-
-def _full(num_tokens: int) -> ContextLengthError:
-    return ContextLengthError(
-        f"This model's maximum context length is {num_tokens} tokens, and your input has as many, so there is no room "
-        "for an answer. Please reduce the length of the input.",
-        param="input",
-        num_tokens=num_tokens,
-    )
 
 
 def _begun(state: ServerState, request: ResponsesRequest, sampling: SamplingParams, response_id: str) -> ResponseObject:

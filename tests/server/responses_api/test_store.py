@@ -101,8 +101,9 @@ def test_what_is_counted_is_what_is_kept():
         clock.now += rng.random()
         if rng.random() < 0.6:
             previous = rng.choice(known) if known and rng.random() < 0.7 else None
-            put(store, f"r{step}", previous if previous and store.get(previous) else None, rng.randrange(60))
-            known = [*known[-20:], f"r{step}"]
+            name = rng.choice(known) if known and rng.random() < 0.1 else f"r{step}"  # an id that was there before
+            put(store, name, previous if previous and store.get(previous) else None, rng.randrange(60))
+            known = [*known[-20:], name]
         elif known:
             (store.delete if rng.random() < 0.3 else store.get)(rng.choice(known))
         turns = {}
@@ -136,6 +137,22 @@ async def test_a_conversation_by_ids():
         assert prompt_of(server) == "user\none\nassistant\nHi.\nuser\nother\nassistant\n"
         assert await get(server, other["id"]) == other
         assert await get(server, first["id"]) == first
+
+
+async def test_clients_that_choose_one_id_twice():
+    async with over_asgi(engine=writes("Hi.")) as server:
+        server.engine.hold()
+        headers = {"x-request-id": "mine"}
+        open_ones = [
+            asyncio.create_task(server.http.post(PATH, json={"input": text}, headers=headers)) for text in ("a", "b")
+        ]
+        await server.engine.wait_for(lambda: server.engine.num_running == 2)
+        assert (await get(server, "resp_mine"))["status"] == "in_progress"
+        server.engine.release()
+        assert {(await task).status_code for task in open_ones} == {200}
+        assert (await get(server, "resp_mine"))["status"] == "completed"
+        await server.http.delete(f"{PATH}/resp_mine")
+        assert (len(server.state.responses), server.state.responses.num_bytes) == (0, 0)
 
 
 async def test_nothing_is_kept_that_is_not_to_be_stored():
