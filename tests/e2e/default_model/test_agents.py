@@ -15,7 +15,7 @@ import pytest
 from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
-from pydantic_ai.models.openai import OpenAIChatModel
+from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
 from tests.e2e.server_process import ServerProcess
@@ -50,15 +50,17 @@ def weather(cities: set[Literal["Rome", "Oslo", "Bonn"]], days: Literal[1, 2, 3]
     return f"{days} days of rain in {', '.join(sorted(cities))}"
 
 
-@pytest.mark.parametrize("effort", ["none", "high"])
-def test_openai_agents_in_a_tool_loop(server: ServerProcess, effort: Any) -> None:
+@pytest.mark.parametrize(
+    ("kind", "effort"), [(agents.OpenAIChatCompletionsModel, "none"), (agents.OpenAIResponsesModel, "high")]
+)
+def test_openai_agents_in_a_tool_loop(server: ServerProcess, kind: Any, effort: Any) -> None:
     async def run() -> Any:
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
             agent = agents.Agent(
                 name="weather agent",
                 instructions="Use the tools.",
                 tools=[agents.function_tool(weather)],
-                model=agents.OpenAIChatCompletionsModel(MODEL, client),
+                model=kind(MODEL, openai_client=client),
                 model_settings=agents.ModelSettings(
                     tool_choice="required",
                     max_tokens=200,
@@ -67,7 +69,7 @@ def test_openai_agents_in_a_tool_loop(server: ServerProcess, effort: Any) -> Non
                     reasoning=None if effort is None else openai.types.Reasoning(effort=effort),
                     parallel_tool_calls=False,
                     metadata={"run": "1"},
-                    extra_args={"seed": 1},
+                    extra_body={"seed": 1},
                 ),
                 output_type=Report,
                 tool_use_behavior="stop_on_first_tool",
@@ -107,13 +109,12 @@ def test_pydantic_ai_gets_its_output_type(server: ServerProcess, output: str) ->
         if output == "native"
         else pydantic_ai.ToolOutput(Report, strict=False)
     )
-    settings: Any = {"max_tokens": 200, "temperature": 0.5, "openai_reasoning_effort": "low", "seed": 3}
+    settings: Any = {"max_tokens": 200, "temperature": 0.5, "openai_reasoning_effort": "low", "extra_body": {"seed": 3}}
 
     async def run() -> object:
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-            agent = pydantic_ai.Agent(
-                OpenAIChatModel(MODEL, provider=OpenAIProvider(openai_client=client)), output_type=wanted
-            )
+            model = OpenAIResponsesModel if output == "native" else OpenAIChatModel
+            agent = pydantic_ai.Agent(model(MODEL, provider=OpenAIProvider(openai_client=client)), output_type=wanted)
             return (await agent.run("Report on Rome.", model_settings=settings)).output
 
     assert isinstance(asyncio.run(run()), Report)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import re
 import string
@@ -146,6 +147,23 @@ def test_a_third_hangs_up_and_nothing_leaks(server: ServerProcess) -> None:
                     break
         return events
 
+    async def conversation(http: httpx.AsyncClient, index: int) -> int:
+        events, previous = 0, None
+        for turn in range(3):
+            body = {"input": f"{index} {turn}", "max_output_tokens": rng.randrange(2, 30), "stream": True}
+            if index % 2:
+                body |= {"tools": [{"type": "custom", "name": "f"}], "tool_choice": "required"}
+            body["previous_response_id"] = previous if index % 2 == 0 else None
+            async with http.stream("POST", "/v1/responses", json=body) as response:
+                assert response.status_code == 200
+                async for line in response.aiter_lines():
+                    events += line.startswith("data: ")
+                    if line.startswith("data: "):
+                        previous = json.loads(line[6:]).get("response", {}).get("id", previous)
+                    if events and index % 3 == 0:
+                        return events
+        return events
+
     async def one(client: openai.AsyncOpenAI, index: int) -> int:
         prompt = [rng.randrange(100, 40000) for _ in range(rng.randrange(1, 300))]
         stream = await client.completions.create(
@@ -170,9 +188,11 @@ def test_a_third_hangs_up_and_nothing_leaks(server: ServerProcess) -> None:
             httpx.AsyncClient(base_url=server.url, timeout=300) as http,
         ):
             indexes = range(examples(64, 16))
-            return await asyncio.gather(
-                *(message(http, index) if index // 2 % 2 else one(client, index) for index in indexes)
-            )
+            asked = []
+            for index in indexes:
+                kind = index // 2 % 3
+                asked.append(one(client, index) if not kind else (message, conversation)[kind - 1](http, index))
+            return await asyncio.gather(*asked)
 
     assert all(asyncio.run(crowd()))
     # The last hang-ups are under way when the crowd has gone: ask until they have arrived.
