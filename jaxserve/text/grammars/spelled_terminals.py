@@ -66,7 +66,7 @@ def rest(node: Node, character: str) -> Node:
             return _then(rest(inner, character), (again,) if again.most != 0 else ())
         case Both(parts):
             found = tuple(rest(part, character) for part in parts)
-            return NOTHING if NOTHING in found else Both(found)
+            return NOTHING if any(map(_is_nothing, found)) else Both(found)
         case Other(inner):
             return Other(rest(inner, character))
         case Anchor():
@@ -74,12 +74,16 @@ def rest(node: Node, character: str) -> Node:
 
 
 def _then(first: Node, others: tuple[Node, ...]) -> Node:
-    return NOTHING if first == NOTHING else patterns.joined([first, *others])
+    return NOTHING if _is_nothing(first) else patterns.joined([first, *others])
 
 
 def _any(options: list[Node]) -> Node:
-    found = tuple(dict.fromkeys(one for one in options if one != NOTHING))
+    found = tuple(one for one in options if not _is_nothing(one))
     return found[0] if len(found) == 1 else Choice(found)
+
+
+def _is_nothing(node: Node) -> bool:
+    return isinstance(node, Choice) and not node.options  # as tuples, nodes of different kinds may be equal
 
 
 def spelled(node: Node, also: Ranges) -> str:
@@ -165,7 +169,7 @@ class Escapes:
         for group in self.groups:
             heads = [one[len(carry) :] for one in map(patterns.json_escape, group) if one.startswith(carry)]
             left = rest(node, group[0]) if heads else NOTHING
-            if left == NOTHING:
+            if _is_nothing(left):
                 continue
             tail = spelled(left, self.also)
             if not (_has_operator(left) and matches_nothing(tail)):
