@@ -194,8 +194,8 @@ ESCAPED = sets.union(((0, 0x1F), (0x7F, 0x7F)), sets.characters('"\\'))
 
 
 def json_escape(character: str) -> str:
-    """Return an escaped character of ASCII as a JSON text has it."""
-    return f"\\{_ESCAPES[character]}" if character in _ESCAPES else f"\\u00{ord(character):02x}"
+    """Return an escaped character, of 16 bits, as a JSON text has it."""
+    return f"\\{_ESCAPES[character]}" if character in _ESCAPES else f"\\u{ord(character):04x}"
 
 
 @functools.lru_cache(4096)
@@ -205,10 +205,10 @@ def json_character(ranges: Ranges, also: Ranges = ()) -> str:
     raw = sets.intersection(ranges, sets.complement(escaped))
     special = [*map(json_escape, sets.members(sets.intersection(ranges, escaped)))]
     named = "".join(one[1] for one in special if len(one) == 2)
-    numbered = [one[4:] for one in special if len(one) > 2]
+    numbered = [one[2:] for one in special if len(one) > 2]
     options = [char_class(raw)] if raw or not special else []
     options += [rf"\x{{5c}}{char_class(sets.characters(named))}"] if named else []
-    options += [rf"\x{{5c}}u00(?:{'|'.join(numbered)})"] if numbered else []
+    options += [rf"\x{{5c}}u(?:{'|'.join(numbered)})"] if numbered else []
     return options[0] if len(options) == 1 else f"(?:{'|'.join(options)})"
 
 
