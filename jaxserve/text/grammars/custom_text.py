@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+MAX_CHARACTERS = 1 << 18
+"""The most characters that a client's grammar may have."""
+
 
 @dataclass(frozen=True)
 class CustomText:

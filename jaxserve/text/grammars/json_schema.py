@@ -13,7 +13,7 @@ from fractions import Fraction
 from typing import Any
 from urllib.parse import unquote
 
-from jaxserve.text.grammars.custom_text import CustomText
+from jaxserve.text.grammars.custom_text import MAX_CHARACTERS, CustomText
 from jaxserve.text.grammars.json_algebra import Algebra
 from jaxserve.text.grammars.json_shapes import (
     ANY,
@@ -116,6 +116,8 @@ class SchemaReader:
         return found
 
     def _custom(self, schema: CustomText, where: str) -> Schema:
+        if (size := len(schema.definition)) > MAX_CHARACTERS:
+            raise ValueError(f"{where}: the grammar has {size} characters; at most {MAX_CHARACTERS} are supported")
         if schema.syntax == "lark":
             return (LarkText(schema.definition, where),)
         try:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from jaxserve.text.grammars import character_sets as sets
 from jaxserve.text.grammars.pattern_parser import as_rust
-from jaxserve.text.grammars.patterns import EMPTY, Both, Chars, Choice, Node, Other, Repeat, joined, literal
+from jaxserve.text.grammars.patterns import EMPTY, Both, Chars, Choice, Node, Other, Repeat, count_nodes, joined, literal
 
 
 class Terminal(NamedTuple):
@@ -109,6 +109,8 @@ _NO_SUCH = {
 }
 _MAX_DEPTH = 100
 _MAX_TIMES = 10_000
+# Sets of characters and other nodes of all terminals, in which others are written out.
+_MAX_NODES = 200_000
 
 
 class _Token(NamedTuple):
@@ -126,6 +128,7 @@ class _Parser:
         self._bodies: dict[str, int] = {}
         self._read: dict[str, Node] = {}
         self._open: list[str] = []
+        self._num_nodes = 0
 
     def parse(self) -> LarkGrammar:
         found = LarkGrammar()
@@ -258,7 +261,11 @@ class _Parser:
             at = self._at
             self._at = self._bodies[name]
             self._open.append(name)
-            self._read[name] = self._node(0)
+            node = self._node(0)
+            self._num_nodes += count_nodes(node)
+            if self._num_nodes > _MAX_NODES:
+                raise ValueError(f"the terminals that {name} contains are too large")
+            self._read[name] = node
             self._open.pop()
             self._end()
             self._at = at

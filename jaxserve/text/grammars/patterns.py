@@ -73,6 +73,16 @@ def literal(text: str) -> Node:
     return Sequence(tuple(Chars(sets.characters(one)) for one in text))
 
 
+def count_nodes(node: Node) -> int:
+    """Return how many nodes a tree has."""
+    match node:
+        case Sequence(parts) | Choice(parts) | Both(parts):
+            return 1 + sum(map(count_nodes, parts))
+        case Repeat(inner, _, _) | Other(inner):
+            return 1 + count_nodes(inner)
+    return 1
+
+
 def matches(node: Node, text: str) -> bool:
     """Return whether the whole text matches, in polynomial time."""
     return len(text) in _ends(node, text, {0})

@@ -22,6 +22,9 @@ from jaxserve.text.grammars.spelled_terminals import Escapes, character_classes,
 
 # The place before the first terminal, where nothing is ignored; all others are those of `Escapes`.
 _BEGIN = "begin"
+_MAX_PARTS = 5000
+# Parts of others that are looked at to find out where these may end.
+_MAX_WORK = 20 * _MAX_PARTS
 # The places where a part may begin, each with one where it may end.
 type _Pairs = frozenset[tuple[str, str]]
 
@@ -74,6 +77,8 @@ class SpelledLark:
         return _any(found)
 
     def _add(self, part: _Part) -> int:
+        if len(self._parts) == _MAX_PARTS:
+            raise ValueError(f"it has more than {_MAX_PARTS} terminals, rows, alternatives and repetitions")
         self._parts.append(part)
         return len(self._parts) - 1
 
@@ -107,8 +112,13 @@ class SpelledLark:
                 users[inner].append(number)
         self._pairs = found
         pending = dict.fromkeys(range(len(self._parts)))
+        work = 0
         while pending:
-            number, _ = pending.popitem()
+            number = next(iter(pending))
+            del pending[number]
+            work += len(self._parts[number].inner)
+            if work > _MAX_WORK:
+                raise ValueError("its rules are too complex")
             pairs = self._pairs_of(number)
             if pairs != found[number]:
                 found[number] = pairs

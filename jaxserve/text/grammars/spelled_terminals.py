@@ -142,10 +142,13 @@ class Escapes:
         ordered = sorted(classes)
         for one in escaped:
             grouped.setdefault(tuple(sets.contains(ranges, one) for ranges in ordered), []).append(one)
-        self.groups = [*grouped.values()]
-        spellings = [[patterns.json_escape(one) for one in group] for group in self.groups]
+        spellings = [[patterns.json_escape(one) for one in group] for group in grouped.values()]
         prefixes = {one[:length]: None for group in spellings for one in group for length in range(1, len(one))}
         self.carries = ["", *(prefix for prefix in prefixes if self._divides(prefix, spellings))]
+        self._heads = {
+            carry: [(group[0], head) for group in grouped.values() if (head := self._head(group, carry))]
+            for carry in self.carries[1:]
+        }
 
     @staticmethod
     def _divides(prefix: str, spellings: list[list[str]]) -> bool:
@@ -166,12 +169,15 @@ class Escapes:
         return f"{body} /{patterns.regex(patterns.literal(carried))}/" if body and carried else body
 
     def _continued(self, node: Node, carry: str) -> Iterator[str]:
-        for group in self.groups:
-            heads = [one[len(carry) :] for one in map(patterns.json_escape, group) if one.startswith(carry)]
-            left = rest(node, group[0]) if heads else NOTHING
+        for character, head in self._heads[carry]:
+            left = rest(node, character)
             if _is_nothing(left):
                 continue
             tail = spelled(left, self.also)
             if not (_has_operator(left) and matches_nothing(tail)):
-                head = patterns.regex(Choice(tuple(patterns.literal(one) for one in heads)))
-                yield f"(/{head}/ {tail})"
+                yield f"({head} {tail})"
+
+    def _head(self, group: list[str], carry: str) -> str:
+        """Return the terminal of the ends of escapes that begin with `carry`, "" if there are none."""
+        ends = [one[len(carry) :] for one in map(patterns.json_escape, group) if one.startswith(carry)]
+        return f"/{patterns.regex(Choice(tuple(map(patterns.literal, ends))))}/" if ends else ""

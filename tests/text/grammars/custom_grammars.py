@@ -68,7 +68,7 @@ QUOTES: /["\\\n]/
 """
 MARKUP = r"""
 start: element
-element: "<" NAME ">" (TEXT | element)* "</" NAME ">"
+element: "<" NAME ">" (TEXT element?)? "</" NAME ">"
 NAME: /[a-z]+/
 TEXT: /[^<]+/
 """
@@ -76,7 +76,6 @@ COMMENTED = r"""
 # a comment, "with" /marks/
 start: line+
 line: A "\n" | B "\n"   // ends
-    # between
     | "\"quoted\"" "\n"
 A: /a"?/
 B: "b" B2? | /"(?i:x|é)"/
