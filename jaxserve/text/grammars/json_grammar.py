@@ -54,8 +54,8 @@ _COUNT = "[0:16]"
 class JsonGrammar:
     """The rules and terminals of some values, with names that begin with `prefix`.
 
-    Between the parts of JSON may be a text that matches `blanks`, or nothing if that is "". Texts in grammars of clients
-    have the characters `escaped` as escapes, besides those that JSON escapes.
+    Between the parts of JSON may be a text that matches `blanks`, or nothing if that is "". In texts that a client's
+    grammar describes, the characters `escaped` are escaped besides those that JSON escapes.
     """
 
     def __init__(self, prefix: str = "json", *, blanks: str = DEFAULT_BLANKS, escaped: str = "") -> None:

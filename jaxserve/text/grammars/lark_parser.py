@@ -6,15 +6,24 @@ tokens, grammars within the grammar, and what changes how tokens are drawn.
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from jaxserve.text.grammars import character_sets as sets
+from jaxserve.text.grammars.lark_tokens import COMMON, Token, text_of, tokens_of
 from jaxserve.text.grammars.pattern_parser import as_rust
-from jaxserve.text.grammars.patterns import EMPTY, Both, Chars, Choice, Node, Other, Repeat, count_nodes, joined, literal
+from jaxserve.text.grammars.patterns import (
+    EMPTY,
+    Both,
+    Chars,
+    Choice,
+    Node,
+    Other,
+    Repeat,
+    count_nodes,
+    joined,
+    literal,
+)
 
 
 class Terminal(NamedTuple):
@@ -65,43 +74,6 @@ def parse_lark(definition: str) -> LarkGrammar:
     return _Parser(definition).parse()
 
 
-_EXPONENT = r"[eE][+\-]?[0-9]+"
-_FLOAT = rf"(?:(?:[0-9]+\.[0-9]*|\.[0-9]+)(?:{_EXPONENT})?|[0-9]+{_EXPONENT})"
-_COMMON = {
-    "DIGIT": "[0-9]",
-    "HEXDIGIT": "[0-9A-Fa-f]",
-    "INT": "[0-9]+",
-    "SIGNED_INT": r"[+\-]?[0-9]+",
-    "DECIMAL": r"[0-9]+\.[0-9]*|\.[0-9]+",
-    "_EXP": _EXPONENT,
-    "FLOAT": _FLOAT,
-    "SIGNED_FLOAT": rf"[+\-]?{_FLOAT}",
-    "NUMBER": rf"[0-9]+|{_FLOAT}",
-    "SIGNED_NUMBER": rf"[+\-]?(?:[0-9]+|{_FLOAT})",
-    "ESCAPED_STRING": r'"(?:\\.|[^"\\])*"',
-    "LCASE_LETTER": "[a-z]",
-    "UCASE_LETTER": "[A-Z]",
-    "LETTER": "[a-zA-Z]",
-    "WORD": "[a-zA-Z]+",
-    "CNAME": "[a-zA-Z_][a-zA-Z0-9_]*",
-    "WS_INLINE": r"[\t ]+",
-    "WS": r"[\t\n\f\r ]+",
-    "CR": r"\r",
-    "LF": r"\n",
-    "NEWLINE": r"(?:\r?\n)+",
-    "SH_COMMENT": r"#[^\n]*",
-    "CPP_COMMENT": r"//[^\n]*",
-    "C_COMMENT": r"/\*[^*]*\*+(?:[^/*][^*]*\*+)*/",
-    "SQL_COMMENT": r"--[^\n]*",
-}
-_TOKENS = re.compile(
-    r"""(?P<skip>[ \t]+|(?:\#|//)[^\n]*)|(?P<newline>\r?\n)
-    |(?P<text>"(?:\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2})|[^"\\\x00-\x1f\x7f])*"i?)
-    |(?P<regex>/(?:\\.|[^/\\])+/[a-z]*)|(?P<special><[^<>\s]+>|@[\w\-]+)
-    |(?P<rule>!?[_?]?[a-z][_a-z0-9\-]*)|(?P<terminal>_?[A-Z][_A-Z0-9\-]*)
-    |(?P<directive>%[a-z]+)|(?P<number>[0-9]+)|(?P<mark>\.\.|->|::|[:=,.(){}\[\]~&|+*?!])""",
-    re.VERBOSE | re.DOTALL,
-)
 _NO_SUCH = {
     "json": "a JSON schema within a grammar",
     "lark": "a grammar within a grammar",
@@ -113,17 +85,11 @@ _MAX_TIMES = 10_000
 _MAX_NODES = 200_000
 
 
-class _Token(NamedTuple):
-    kind: str
-    text: str
-    line: int
-
-
 class _Parser:
     """Reads one grammar. Terminals may be used before they are defined."""
 
     def __init__(self, definition: str) -> None:
-        self._tokens = _tokens(definition)
+        self._tokens = tokens_of(definition)
         self._at = 0
         self._bodies: dict[str, int] = {}
         self._read: dict[str, Node] = {}
@@ -163,7 +129,7 @@ class _Parser:
             self._named(name)
         return found
 
-    def _error(self, problem: str, token: _Token) -> ValueError:
+    def _error(self, problem: str, token: Token) -> ValueError:
         return ValueError(f"line {token.line}: {problem}")
 
     def _peek(self, *texts: str) -> bool:
@@ -175,7 +141,7 @@ class _Parser:
         self._at += found
         return found
 
-    def _next(self) -> _Token:
+    def _next(self) -> Token:
         token = self._tokens[self._at]
         self._at += token.kind != "end"
         return token
@@ -208,7 +174,7 @@ class _Parser:
             depth += self._peek("(", "[") - self._peek(")", "]")
             self._at += 1
 
-    def _header(self, token: _Token) -> None:
+    def _header(self, token: Token) -> None:
         """Read what stands between the name of a rule or terminal and its body."""
         if self._peek("."):
             raise self._error("priorities are not supported", token)
@@ -224,7 +190,7 @@ class _Parser:
                 self._take(",")
         self._expect(":")
 
-    def _directive(self, token: _Token, ignored: list[int]) -> None:
+    def _directive(self, token: Token, ignored: list[int]) -> None:
         if token.text == "%ignore":
             ignored.append(self._at)
             self._skip_body()
@@ -234,7 +200,7 @@ class _Parser:
             problem = _NO_SUCH.get(token.text[1:], "this directive")
             raise self._error(f"`{token.text}`: {problem} is not supported", token)
 
-    def _import(self, token: _Token) -> None:
+    def _import(self, token: Token) -> None:
         library = self._next()
         if library.text != "common" or not (self._peek(".") or self._peek("(")):
             raise self._error("only terminals of `common` can be imported", token)
@@ -249,11 +215,11 @@ class _Parser:
             names = [(name, self._next().text if self._take("->") else name)]
         self._end()
         for name, local in names:
-            if name not in _COMMON:
-                raise self._error(f"`common` has no terminal {name}; it has {', '.join(_COMMON)}", token)
+            if name not in COMMON:
+                raise self._error(f"`common` has no terminal {name}; it has {', '.join(COMMON)}", token)
             if local in self._read or local in self._bodies:
                 raise self._error(f"{local} is defined twice", token)
-            self._read[local] = as_rust(_COMMON[name])
+            self._read[local] = as_rust(COMMON[name])
 
     def _named(self, name: str) -> Node:
         """Return the tree of a terminal."""
@@ -339,7 +305,7 @@ class _Parser:
             return self._times(found, least, highest, token)
         return found
 
-    def _times(self, inner: Expression, least: int, most: int | None, token: _Token) -> Expression:
+    def _times(self, inner: Expression, least: int, most: int | None, token: Token) -> Expression:
         if least > (least if most is None else most) or max(least, most or 0) > _MAX_TIMES:
             raise self._error(f"it can't be repeated {least} to {most} times; at most {_MAX_TIMES} in order", token)
         return Times(inner, least, most)
@@ -381,11 +347,11 @@ class _Parser:
                 raise self._error(f"`{token.text}`: {problem} is not supported", token)
         raise self._error(f"{token.text!r} can't stand here", token)
 
-    def _text(self, token: _Token) -> Terminal:
-        value, ignores_case = _value(token)
+    def _text(self, token: Token) -> Terminal:
+        value, ignores_case = text_of(token)
         if self._take(".."):
             other = self._next()
-            end, _ = _value(other) if other.kind == "text" else ("", False)
+            end, _ = text_of(other) if other.kind == "text" else ("", False)
             if len(value) != 1 or len(end) != 1 or end < value:
                 raise self._error(f"{token.text}..{other.text} is no range of characters", token)
             return Terminal(Chars(sets.intersection(((ord(value), ord(end)),), sets.EVERY)))
@@ -394,27 +360,6 @@ class _Parser:
         if not ignores_case:
             return Terminal(literal(value))
         return Terminal(joined([Chars(sets.ignore_any_case(sets.characters(one))) for one in value]))
-
-
-def _value(token: _Token) -> tuple[str, bool]:
-    """Return a text between quotes, and whether its case is ignored."""
-    ignores_case = token.text.endswith("i")
-    text = re.sub(r"\\(x|.)", lambda found: r"\u00" if found[1] == "x" else found[0], token.text.removesuffix("i"))
-    return json.loads(text), ignores_case
-
-
-def _tokens(definition: str) -> list[_Token]:
-    found: list[_Token] = []
-    at, line = 0, 1
-    while at < len(definition):
-        token = _TOKENS.match(definition, at)
-        if token is None:
-            raise ValueError(f"line {line}: {definition[at : at + 20]!r} is no part of Lark")
-        if token.lastgroup != "skip":
-            found.append(_Token(token.lastgroup or "", token[0], line))
-        line += token[0].count("\n")
-        at = token.end()
-    return [*found, _Token("end", "the end", line)]
 
 
 def _as_node(expression: Expression) -> Node:

@@ -210,7 +210,10 @@ def json_escape(character: str) -> str:
 
 @functools.lru_cache(4096)
 def json_character(ranges: Ranges, also: Ranges = ()) -> str:
-    """Return a set of characters as a JSON text has them. Each has exactly one spelling; those in `also` are escaped."""
+    """Return a set of characters as a JSON text has them, where those in `also` are escaped too.
+
+    Each has exactly one spelling.
+    """
     escaped = sets.union(ESCAPED, also)
     raw = sets.intersection(ranges, sets.complement(escaped))
     special = [*map(json_escape, sets.members(sets.intersection(ranges, escaped)))]

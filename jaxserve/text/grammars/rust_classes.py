@@ -9,6 +9,8 @@ from jaxserve.text.grammars.character_sets import Ranges
 
 # For terminals that are tried while a request waits; llguidance's own limits are a hundred times as high.
 _FUEL = 20_000
+# Beginnings of characters that are looked at to find a class.
+_MAX_VISITS = 4000
 # The bytes of a character that begins with one of a high nibble.
 _NUM_BYTES = {0xC: 2, 0xD: 2, 0xE: 3, 0xF: 4}
 
@@ -23,8 +25,13 @@ def named_class(text: str) -> Ranges:
     if matcher.is_error():
         raise ValueError(f"`{text}` is not supported")
     found: list[tuple[int, int]] = []
+    num_visits = 0
 
     def visit(before: bytes, num_left: int) -> None:
+        nonlocal num_visits
+        num_visits += 1
+        if num_visits > _MAX_VISITS:
+            raise ValueError(f"`{text}` has too many characters")
         mask = matcher.compute_bitmask()
         for byte in (byte for byte in range(256) if mask[byte // 8] >> byte % 8 & 1):
             left = num_left - 1 if before else _NUM_BYTES.get(byte >> 4, 1) - 1

@@ -66,9 +66,14 @@ class SpelledLark:
         self._pending: list[tuple[str, Callable[[], list[str]]]] = []
 
     def start(self) -> str:
-        """Return the expression of all texts, after which `lines` has its rules. Raises `ValueError` if there are none."""
+        """Return the expression of all texts, after which `lines` has its rules.
+
+        Raises `ValueError` if there are none.
+        """
         start, begin = self._rules["start"], self._places[-1] if self._blank is not None else ""
-        found = [self._named(start, begin, end) for end in dict.fromkeys(("", begin)) if (begin, end) in self._pairs[start]]
+        found = [
+            self._named(start, begin, end) for end in dict.fromkeys(("", begin)) if (begin, end) in self._pairs[start]
+        ]
         while self._pending:
             name, options = self._pending.pop()
             self.lines.append(f"{name}: {_any(options())}")

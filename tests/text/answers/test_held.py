@@ -253,15 +253,13 @@ MARKS = """
 start: "x" (MARK | "\\n" | "\\"")+
 MARK: "</tool_call>" | "</parameter>" | "<parameter=" | "</function>" | "</arg_value>" | "</invoke>" | "<tool_call|>"
     | "<|tool_call>" | "</function_calls>" | "<｜tool▁call▁end｜>" | "<|python_end|>" | "[TOOL_CALLS]" | "<|end|>"
-    | "</seed:tool_call>" | "</minimax:tool_call>" | "{" | "<|call|>" | "<|\\"|>" | "```" | "<|/tool_call|>" | "<|start|>"
+    | "</seed:tool_call>" | "</minimax:tool_call>" | "{" | "<|call|>" | "<|\\"|>" | "```" | "<|/tool_call|>"
 """
 CUSTOM = [*(("lark", text) for text in (*GRAMMARS.values(), MARKS)), ("regex", r"[a-c]{2,}(\n?\w[^\s<]+){1,3}")]
 CHANNELS = named("gpt_oss", "gpt_oss")
 
 
-@pytest.mark.parametrize(
-    "formats", [*NATIVE, *BY_PARAMETER, LLAMA, CHANNELS], ids=lambda formats: formats.calls.name
-)
+@pytest.mark.parametrize("formats", [*NATIVE, *BY_PARAMETER, LLAMA, CHANNELS], ids=lambda formats: formats.calls.name)
 @pytest.mark.parametrize("free", [True, False])
 def test_inputs_of_custom_tools_are_in_their_grammars(formats: AnswerFormats, free: bool):
     rng = random.Random(11)

@@ -81,6 +81,4 @@ A: /a"?/
 B: "b" B2? | /"(?i:x|é)"/
 B2: "\\" | "\n"
 """
-GRAMMARS = {
-    name.lower(): value for name, value in list(vars().items()) if name.isupper() and isinstance(value, str)
-}
+GRAMMARS = {name.lower(): value for name, value in list(vars().items()) if name.isupper() and isinstance(value, str)}

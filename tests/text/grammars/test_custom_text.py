@@ -22,7 +22,6 @@ from tests.server.tiny import tiny_tokenizer
 from tests.text.grammars.custom_grammars import GRAMMARS, PATCH
 from tests.text.grammars.draw import accepts, drawn
 
-
 # What often ends terminals of the grammars, in a text and in JSON.
 OFTEN = '"]},:/*\\n\n'
 
@@ -64,7 +63,7 @@ def test_drawn_texts_are_in_the_grammar_and_all_its_texts_are_held(name: str, es
 
 
 BEGIN, END = "*** Begin Patch\n", "*** End Patch"
-HUNK = "*** Update File: a\\b.py\n@@ def f(\"x\"):\n-\told \\n\n+<new>\t😀\x01\n \n*** End of File\n"
+HUNK = '*** Update File: a\\b.py\n@@ def f("x"):\n-\told \\n\n+<new>\t😀\x01\n \n*** End of File\n'
 
 
 @pytest.mark.parametrize("escaped", ["", "<"])
@@ -72,7 +71,7 @@ HUNK = "*** Update File: a\\b.py\n@@ def f(\"x\"):\n-\told \\n\n+<new>\t😀\x01
     ("definition", "text", "is_in"),
     [
         (PATCH, f"{BEGIN}{HUNK}{END}", True),
-        (PATCH, f"{BEGIN}*** Add File: \"a\"\n+\n+\\\n*** Delete File: \\n\n{HUNK}{END}\n", True),
+        (PATCH, f'{BEGIN}*** Add File: "a"\n+\n+\\\n*** Delete File: \\n\n{HUNK}{END}\n', True),
         (PATCH, f"{BEGIN}*** Add File: a\n{END}", False),
         (PATCH, f"{BEGIN}{HUNK}", False),
         (GRAMMARS["arithmetic"], "1 +\t( 20.5*3 )", True),
@@ -135,8 +134,8 @@ def test_letters_have_the_cases_of_rust() -> None:
         ('start: a\na: %json {"type": "null"}', "line 2: `%json`: a JSON schema within a grammar is not supported"),
         ('start: %lark { start: "a" }', "line 1: `%lark`: a grammar within a grammar"),
         ('start: "a"\n%declare B', "line 2: `%declare`: this directive is not supported"),
-        ('start: a\na[lazy]: /a+/', "line 2: the attribute `lazy` is not supported"),
-        ('start: a\na[max_tokens=3]: /a+/', "line 2: the attribute `max_tokens` is not supported"),
+        ("start: a\na[lazy]: /a+/", "line 2: the attribute `lazy` is not supported"),
+        ("start: a\na[max_tokens=3]: /a+/", "line 2: the attribute `max_tokens` is not supported"),
         ('start.2: "a"', "line 1: priorities are not supported"),
         ('start: a{"x"}\na{b}: b', "line 2: rules with parameters"),
         ('start: A\n\nB: "x"', "line 1: A: it isn't defined"),
