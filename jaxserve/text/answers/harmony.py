@@ -37,7 +37,10 @@ def harmony(reader: Reader) -> Steps[None]:
                 return
         channel, recipient = _CHANNEL.search(header), _RECIPIENT.search(header)
         if recipient is not None and "to=functions." in recipient[0]:
-            body, mark = yield from reader.take_until(*AFTER_TEXT)
+            body = yield from reader.take_space()
+            body += (yield from reader.take_json()) or ""  # marks within JSON are no marks
+            rest, mark = yield from reader.take_until(*AFTER_TEXT)
+            body += rest
             arguments = body.strip() or "{}"
             if is_object(arguments):
                 reader.add_call(recipient[1], arguments)

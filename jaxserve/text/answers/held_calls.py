@@ -79,7 +79,7 @@ def _call_rules(
         f"calls: {lark_text(form.opening, tokenizer)} call{more} {lark_text(form.closing, tokenizer)}",
         "call: " + " | ".join(f"call_{number}" for number in numbers),
     ]
-    grammar = JsonGrammar()
+    grammar = JsonGrammar(escaped=_escaped(form))
     for number, (name, schema) in zip(numbers, tools.items()):
         begin, end = lark_text(form.begin + name + form.middle, tokenizer), lark_text(form.end, tokenizer)
         if form.parameters is None:
@@ -90,6 +90,11 @@ def _call_rules(
             rules += parameter_rules(form.parameters, name, schema, arguments, tokenizer, grammar, strict=strictly)
         rules.append(f"call_{number}: {begin} {arguments} {end}")
     return [*rules, *grammar.lines]
+
+
+def _escaped(form: CallText) -> str:
+    """Return the characters without which texts contain no mark, if marks within JSON end a call."""
+    return "<" if form.parameters is not None else "".join({"｜"} & {*form.end})
 
 
 def _lark(start: str, rules: list[str]) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxserve.text.answers.json_text import type_of
+from jaxserve.text.grammars.custom_text import CustomText
 from jaxserve.text.grammars.json_schema import resolved
 
 # The depth to which schemas within schemas are looked at.
@@ -22,8 +23,13 @@ def parameter_schema(arguments: Any, name: str) -> Any:
 
 
 def types_of(schema: Any, root: Any, depth: int = 0) -> set[str]:
-    """Return the types that a schema of the document `root` names; none if it names none."""
+    """Return the types that a schema of the document `root` names; none if it names none.
+
+    A text in Lark has a type of its own: it is written as JSON where other texts stand without quotes.
+    """
     schema = resolved(schema, root)
+    if isinstance(schema, CustomText):
+        return {"string" if schema.syntax == "regex" else "lark"}
     if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
         return set()
     named = schema.get("type", [])

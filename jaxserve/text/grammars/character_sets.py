@@ -64,6 +64,22 @@ def ignore_case(ranges: Ranges) -> Ranges:
     return union(ranges, ((low - 32, high - 32) for low, high in lower), ((low + 32, high + 32) for low, high in upper))
 
 
+def ignore_any_case(ranges: Ranges) -> Ranges:
+    """Return the set with all other cases of its letters, as Unicode folds single characters."""
+    orbits = _orbits()
+    cased = intersection(ranges, characters("".join(orbits)))
+    return union(ranges, *(characters(orbits[one]) for one in members(cased)))
+
+
+@functools.cache
+def _orbits() -> dict[str, str]:
+    """Return the letters that have another case, each with all letters that differ from it in case only."""
+    grouped: dict[str, str] = {}
+    for one in members(((0, 0xD7FF), (0xE000, 0x1FFFF))):  # letters with cases are among these
+        grouped[one.casefold()] = grouped.get(one.casefold(), "") + one
+    return {one: group for group in grouped.values() if len(group) > 1 for one in group}
+
+
 DIGITS = characters("0123456789")
 WORDS = union(DIGITS, ((0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)))
 # The blanks that both JavaScript and Python know.

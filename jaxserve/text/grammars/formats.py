@@ -11,11 +11,10 @@ from typing import Any
 
 from jaxserve.api_types import StructuredOutputs
 from jaxserve.text.grammars import patterns
+from jaxserve.text.grammars.custom_text import MAX_CHARACTERS
 from jaxserve.text.grammars.json_grammar import DEFAULT_BLANKS, JsonGrammar
 from jaxserve.text.grammars.pattern_parser import whole
 from jaxserve.text.grammars.structural_tags import structural_tag
-
-MAX_CHARACTERS = 1 << 18
 
 
 def grammar_of(outputs: StructuredOutputs) -> str:

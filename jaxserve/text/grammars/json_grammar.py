@@ -14,11 +14,13 @@ from fractions import Fraction
 from typing import Any
 
 from jaxserve.text.grammars import patterns
+from jaxserve.text.grammars.character_sets import characters
 from jaxserve.text.grammars.json_schema import SchemaReader
 from jaxserve.text.grammars.json_shapes import (
     ANY,
     ANY_OBJECT,
     Boolean,
+    LarkText,
     List,
     Null,
     Number,
@@ -28,7 +30,9 @@ from jaxserve.text.grammars.json_shapes import (
     Shape,
     Text,
 )
+from jaxserve.text.grammars.lark_parser import parse_lark
 from jaxserve.text.grammars.numbers import Bound
+from jaxserve.text.grammars.spelled_lark import SpelledLark
 
 # Without a bound, a model that likes blanks never leaves them.
 DEFAULT_BLANKS = r"[ \t]{1,2}|\r?\n[ \t]{0,40}"
@@ -50,11 +54,14 @@ _COUNT = "[0:16]"
 class JsonGrammar:
     """The rules and terminals of some values, with names that begin with `prefix`.
 
-    Between the parts of JSON may be a text that matches `blanks`, or nothing if that is "".
+    Between the parts of JSON may be a text that matches `blanks`, or nothing if that is "". In texts that a client's
+    grammar describes, the characters `escaped` are escaped besides those that JSON escapes.
     """
 
-    def __init__(self, prefix: str = "json", *, blanks: str = DEFAULT_BLANKS) -> None:
+    def __init__(self, prefix: str = "json", *, blanks: str = DEFAULT_BLANKS, escaped: str = "") -> None:
         self._prefix = prefix
+        self._escaped = characters(escaped)
+        self._num_grammars = 0
         self._rules: list[str] = []
         self._terminals: dict[str, tuple[str, str]] = {}
         self._references: dict[tuple[int, Ref], str] = {}
@@ -138,6 +145,8 @@ class JsonGrammar:
                     options.append(self._rule(self._list(reader, shape)))
                 case Object():
                     options.append(self._rule(self._object(reader, shape)))
+                case LarkText():
+                    options.append(self._lark_text(shape))
                 case Number() if shape.multiple is not None:
                     options.append(_multiples(shape, shape.multiple))
                 case _:
@@ -146,6 +155,18 @@ class JsonGrammar:
         if scalars:
             options.append(self._terminal(" | ".join(scalars), (may_be_empty and _place(schema)) or ""))
         return _any(options)
+
+    def _lark_text(self, shape: LarkText) -> str:
+        self._num_grammars += 1
+        prefix = f"{self._prefix}_lark{self._num_grammars}"
+        try:
+            spelled = SpelledLark(parse_lark(shape.definition), prefix, self._terminal, self._escaped)
+            start = spelled.start()
+        except ValueError as error:
+            raise ValueError(f"{shape.where}: the grammar in Lark can't be held: {error}") from None
+        self._rules += spelled.lines
+        quote = self._terminal(r"/\x{22}/")
+        return f"{quote} {start} {quote}"
 
     def _reference(self, reader: SchemaReader, ref: Ref) -> str:
         key = (0 if (ref,) == ANY else id(reader), ref)

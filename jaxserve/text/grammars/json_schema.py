@@ -13,6 +13,7 @@ from fractions import Fraction
 from typing import Any
 from urllib.parse import unquote
 
+from jaxserve.text.grammars.custom_text import MAX_CHARACTERS, CustomText
 from jaxserve.text.grammars.json_algebra import Algebra
 from jaxserve.text.grammars.json_shapes import (
     ANY,
@@ -20,6 +21,7 @@ from jaxserve.text.grammars.json_shapes import (
     ANY_SHAPES,
     NEVER,
     Boolean,
+    LarkText,
     List,
     Null,
     Number,
@@ -31,7 +33,7 @@ from jaxserve.text.grammars.json_shapes import (
     Text,
 )
 from jaxserve.text.grammars.numbers import Bound
-from jaxserve.text.grammars.pattern_parser import found_in
+from jaxserve.text.grammars.pattern_parser import as_rust, found_in
 from jaxserve.text.grammars.patterns import Node
 from jaxserve.text.grammars.text_formats import text_format
 
@@ -88,6 +90,8 @@ class SchemaReader:
             return ANY
         if schema is False:
             return NEVER
+        if isinstance(schema, CustomText):
+            return self._custom(schema, where)
         if not isinstance(schema, Mapping):
             raise ValueError(f"{where}: a JSON schema is an object, true or false".removeprefix(": "))
         given = {
@@ -110,6 +114,16 @@ class SchemaReader:
                 except RecursionError:
                     raise ValueError(f"{_at(where, name)}: it is nested too deep") from None
         return found
+
+    def _custom(self, schema: CustomText, where: str) -> Schema:
+        if (size := len(schema.definition)) > MAX_CHARACTERS:
+            raise ValueError(f"{where}: the grammar has {size} characters; at most {MAX_CHARACTERS} are supported")
+        if schema.syntax == "lark":
+            return (LarkText(schema.definition, where),)
+        try:
+            return (Text(patterns=(as_rust(schema.definition),), where=where),)
+        except ValueError as error:
+            raise ValueError(f"{where}: the regular expression can't be held: {error}") from None
 
     def _find_names(self, value: Any) -> None:
         """Note what `$id` and `$anchor` name."""

@@ -62,6 +62,14 @@ class Text:
 
 
 @dataclass(frozen=True)
+class LarkText:
+    """A text in a grammar in Lark. It goes with no other shape."""
+
+    definition: str
+    where: str = field(default="", compare=False)
+
+
+@dataclass(frozen=True)
 class List:
     """A list of `least` to `most` items: the first match `prefix` one by one, the others `items`."""
 
@@ -108,7 +116,7 @@ class Ref:
     pointer: str
 
 
-type Shape = Null | Boolean | Number | Text | List | Object | Ref
+type Shape = Null | Boolean | Number | Text | LarkText | List | Object | Ref
 type Schema = tuple[Shape, ...]
 
 NEVER: Schema = ()

@@ -1,6 +1,6 @@
-"""Reads regular expressions as JavaScript and Python read them.
+"""Reads regular expressions as JavaScript and Python read them, or as Rust does.
 
-Where the two differ in what a name like `\\s` matches, only what both match is allowed.
+Where the first two differ in what a name like `\\s` matches, only what both match is allowed.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from jaxserve.text.grammars.patterns import (
     joined,
     without_anchors,
 )
+from jaxserve.text.grammars.rust_classes import named_class
 
 _CONTROLS = {"t": "\t", "n": "\n", "v": "\v", "f": "\f", "r": "\r"}
 _CATEGORIES = {
@@ -48,6 +49,17 @@ def whole(pattern: str) -> Node:
     return Choice(tuple(node for _, node, _ in without_anchors(_PatternParser(pattern, python=True).parse())))
 
 
+def as_rust(pattern: str, flags: str = "") -> Node:
+    """Return the texts that match the whole of a pattern with some flags, as Rust's crate `regex` reads it.
+
+    Raises `ValueError` that says what isn't supported.
+    """
+    if unknown := set(flags) - set("isu"):
+        raise ValueError(f"the flag `{min(unknown)}` is not supported")
+    node = _PatternParser(pattern, python=True, rust=True, flags=flags).parse()
+    return Choice(tuple(node for _, node, _ in without_anchors(node)))
+
+
 def found_in(pattern: str) -> Node:
     """Return the texts in which a pattern of a JSON schema is found: as JavaScript reads it with the flag `u`.
 
@@ -61,13 +73,14 @@ def found_in(pattern: str) -> Node:
 
 
 class _PatternParser:
-    """Reads one pattern. In `python`, `\\w` and `\\d` are Python's, and flags are allowed."""
+    """Reads one pattern. In `python`, `\\w` and `\\d` are Python's, and flags are allowed; with `rust` besides, all
+    that has a name is Rust's."""
 
-    def __init__(self, pattern: str, *, python: bool) -> None:
+    def __init__(self, pattern: str, *, python: bool, rust: bool = False, flags: str = "") -> None:
         self._pattern = pattern
-        self._python = python
+        self._python, self._rust = python, rust
         self._at = 0
-        self._ignores_case = self._dot_is_any = False
+        self._ignores_case, self._dot_is_any = "i" in flags, "s" in flags
 
     def parse(self) -> Node:
         """Return the tree."""
@@ -142,7 +155,8 @@ class _PatternParser:
             case "[":
                 return Chars(self._class(start))
             case ".":
-                return Chars(sets.EVERY if self._dot_is_any else sets.complement(sets.LINE_ENDS))
+                ends = sets.characters("\n") if self._rust else sets.LINE_ENDS
+                return Chars(sets.EVERY if self._dot_is_any else sets.complement(ends))
             case "^" | "$":
                 return Anchor(character == "$")
             case "*" | "+" | "?":
@@ -152,7 +166,9 @@ class _PatternParser:
         return self._cased(sets.characters(self._plain(character)))
 
     def _cased(self, ranges: Ranges) -> Chars:
-        return Chars(sets.ignore_case(ranges) if self._ignores_case else ranges)
+        if not self._ignores_case:
+            return Chars(ranges)
+        return Chars(sets.ignore_any_case(ranges) if self._rust else sets.ignore_case(ranges))
 
     def _plain(self, character: str) -> str:
         if 0xD800 <= ord(character) <= 0xDFFF:
@@ -208,6 +224,11 @@ class _PatternParser:
         JavaScript and Python differ in some classes: the set has what both match, or with `wide` what either matches.
         """
         letter = self._next()
+        if self._rust:
+            if letter in "dDwWsSpP":
+                return self._named(letter, start)
+            if letter in "c0" or (letter == "b" and start):
+                raise ValueError(f"`\\{letter}` at {start} is not supported")
         wide = wide != letter.isupper()
         match letter:
             case "d" | "D":
@@ -231,6 +252,17 @@ class _PatternParser:
             case _:
                 return self._plain(letter)
         return sets.complement(named) if letter.isupper() else named
+
+    def _named(self, letter: str, start: int) -> Ranges:
+        """Return the set of a class that Rust names."""
+        name = ""
+        if letter in "pP":
+            found = re.compile(r"\{\^?[\w=: -]{1,64}\}|[A-Z]").match(self._pattern, self._at)
+            if found is None:
+                raise ValueError(f"`\\{letter}` at {start} needs a name in braces")
+            name, self._at = found[0], found.end()
+        ranges = named_class(f"\\{letter.lower()}{name}")
+        return sets.complement(ranges) if letter.isupper() else ranges
 
     def _number(self, letter: str, start: int) -> str:
         digits = {"x": 2, "u": 4, "U": 8}[letter]
@@ -263,6 +295,14 @@ class _PatternParser:
         while not self._peek("]") or (not found and self._python):
             if self._at >= len(self._pattern):
                 raise ValueError(f"the class at {start} doesn't end")
+            if self._rust:
+                posix = re.compile(r"\[:\^?[a-z]{1,10}:\]").match(self._pattern, self._at)
+                if posix is not None:
+                    self._at = posix.end()
+                    found.append(named_class(f"[{posix[0]}]"))
+                    continue
+                if any(map(self._peek, ("[", "&&", "--", "~~"))):
+                    raise ValueError(f"a class within the class at {start} is not supported; write `\\[`, `\\&`, `\\-`")
             low = self._member(wide=negated)
             if isinstance(low, str) and self._peek("-") and not self._peek("-]"):
                 dash, self._at = self._at, self._at + 1
@@ -282,4 +322,4 @@ class _PatternParser:
         character = self._next()
         if character != "\\":
             return self._plain(character)
-        return "\b" if self._take("b") else self._escaped(start, wide=wide)
+        return "\b" if not self._rust and self._take("b") else self._escaped(start, wide=wide)

@@ -49,15 +49,38 @@ class Anchor(NamedTuple):
     at_end: bool
 
 
-type Node = Chars | Sequence | Choice | Repeat | Anchor
+class Both(NamedTuple):
+    """What matches all of some parts."""
+
+    parts: tuple[Node, ...]
+
+
+class Other(NamedTuple):
+    """Every text that doesn't match a node."""
+
+    node: Node
+
+
+type Node = Chars | Sequence | Choice | Repeat | Anchor | Both | Other
 
 EMPTY = Sequence(())
+NOTHING = Choice(())
 ANY_TEXT = Repeat(Chars(sets.EVERY), 0, None)
 
 
 def literal(text: str) -> Node:
     """Return the node of one text."""
     return Sequence(tuple(Chars(sets.characters(one)) for one in text))
+
+
+def count_nodes(node: Node) -> int:
+    """Return how many nodes a tree has."""
+    match node:
+        case Sequence(parts) | Choice(parts) | Both(parts):
+            return 1 + sum(map(count_nodes, parts))
+        case Repeat(inner, _, _) | Other(inner):
+            return 1 + count_nodes(inner)
+    return 1
 
 
 def matches(node: Node, text: str) -> bool:
@@ -87,6 +110,10 @@ def _ends(node: Node, text: str, starts: set[int]) -> set[int]:
             return seen
         case Anchor(at_end):
             return starts & {len(text) if at_end else 0}
+        case Both(parts):
+            return {end for at in starts for end in set.intersection(*(_ends(part, text, {at}) for part in parts))}
+        case Other(inner):
+            return {end for at in starts for end in {*range(at, len(text) + 1)} - _ends(inner, text, {at})}
 
 
 def texts(node: Node, most: int) -> set[str] | None:
@@ -116,6 +143,8 @@ def texts(node: Node, most: int) -> set[str] | None:
             return found_all
         case Anchor():
             return {""}
+        case Both() | Other():
+            return None
 
 
 def _joined(parts: list[set[str] | None], most: int) -> set[str] | None:
@@ -145,6 +174,8 @@ def regex(node: Node, character: Callable[[Ranges], str] | None = None) -> str:
             return f"(?:{regex(inner, write)}){times}"
         case Anchor():
             raise AssertionError("anchors are taken out before")
+        case Both() | Other():
+            raise AssertionError("a regular expression of llguidance has neither")
 
 
 _NOTHING = r"[a&&b]"
@@ -166,21 +197,31 @@ def _code(code: int) -> str:
     return chr(code) if code < 128 and (chr(code).isalnum() or code in b" _") else f"\\x{{{code:x}}}"
 
 
-# What JSON writes in a text as `\` and a letter; other control characters have a number.
+# What JSON writes in a text as `\\` and a letter; other control characters have a number.
 _ESCAPES = {'"': '"', "\\": "\\", "\b": "b", "\f": "f", "\n": "n", "\r": "r", "\t": "t"}
-_ESCAPED = sets.union(((0, 0x1F), (0x7F, 0x7F)), sets.characters('"\\'))
+ESCAPED = sets.union(((0, 0x1F), (0x7F, 0x7F)), sets.characters('"\\'))
+"""The characters that are escaped in JSON texts."""
+
+
+def json_escape(character: str) -> str:
+    """Return an escaped character, of 16 bits, as a JSON text has it."""
+    return f"\\{_ESCAPES[character]}" if character in _ESCAPES else f"\\u{ord(character):04x}"
 
 
 @functools.lru_cache(4096)
-def json_character(ranges: Ranges) -> str:
-    """Return a set of characters as a JSON text has them. Each has exactly one spelling."""
-    raw = sets.intersection(ranges, sets.complement(_ESCAPED))
-    special = [*sets.members(sets.intersection(ranges, _ESCAPED))]
-    named = "".join(_ESCAPES[one] for one in special if one in _ESCAPES)
-    numbered = [f"{ord(one):02x}" for one in special if one not in _ESCAPES]
+def json_character(ranges: Ranges, also: Ranges = ()) -> str:
+    """Return a set of characters as a JSON text has them, where those in `also` are escaped too.
+
+    Each has exactly one spelling.
+    """
+    escaped = sets.union(ESCAPED, also)
+    raw = sets.intersection(ranges, sets.complement(escaped))
+    special = [*map(json_escape, sets.members(sets.intersection(ranges, escaped)))]
+    named = "".join(one[1] for one in special if len(one) == 2)
+    numbered = [one[2:] for one in special if len(one) > 2]
     options = [char_class(raw)] if raw or not special else []
     options += [rf"\x{{5c}}{char_class(sets.characters(named))}"] if named else []
-    options += [rf"\x{{5c}}u00(?:{'|'.join(numbered)})"] if numbered else []
+    options += [rf"\x{{5c}}u(?:{'|'.join(numbered)})"] if numbered else []
     return options[0] if len(options) == 1 else f"(?:{'|'.join(options)})"
 
 
@@ -239,7 +280,7 @@ def _has_anchor(node: Node) -> bool:
             return True
         case Chars():
             return False
-        case Repeat(inner, _, _):
+        case Repeat(inner, _, _) | Other(inner):
             return _has_anchor(inner)
-        case Sequence(parts) | Choice(parts):
+        case Sequence(parts) | Choice(parts) | Both(parts):
             return any(map(_has_anchor, parts))

@@ -18,12 +18,15 @@ from jaxserve.text.answers.held import channels_grammar, either, whole_answer
 from jaxserve.text.answers.held_calls import calls_grammar, free_calls_grammar, held_calls
 from jaxserve.text.answers.reader import Part
 from jaxserve.text.answers.reasoning import thinking
+from jaxserve.text.grammars.custom_text import CustomText
 from jaxserve.text.grammars.formats import grammar_of
 from jaxserve.text.grammars.vocabulary import load_vocabulary
 from jaxserve.text.tokenizers.tokenizer import Tokenizer
 from jaxserve.text.tokenizers.tokenizer_parts import TokenizerParts
 from tests.selection import examples
 from tests.text.answers.parts import named, whole
+from tests.text.grammars.custom_grammars import GRAMMARS
+from tests.text.grammars.draw import accepts
 from tests.tiny_model import byte_tokenizer
 
 SPECIAL = [
@@ -243,6 +246,68 @@ def test_what_parameters_cannot_ask_for_is_refused_by_name(schema: dict[str, Any
     form = named("qwen3_coder").calls.free
     with pytest.raises(ValueError, match=re.escape(error)):
         free_calls_grammar(form, {"f": schema}, tokenizer(), several=True)
+
+
+# Texts that hold marks of all formats, for grammars that have few others.
+MARKS = """
+start: "x" (MARK | "\\n" | "\\"")+
+MARK: "</tool_call>" | "</parameter>" | "<parameter=" | "</function>" | "</arg_value>" | "</invoke>" | "<tool_call|>"
+    | "<|tool_call>" | "</function_calls>" | "<｜tool▁call▁end｜>" | "<|python_end|>" | "[TOOL_CALLS]" | "<|end|>"
+    | "</seed:tool_call>" | "</minimax:tool_call>" | "{" | "<|call|>" | "<|\\"|>" | "```" | "<|/tool_call|>"
+"""
+CUSTOM = [*(("lark", text) for text in (*GRAMMARS.values(), MARKS)), ("regex", r"[a-c]{2,}(\n?\w[^\s<]+){1,3}")]
+CHANNELS = named("gpt_oss", "gpt_oss")
+
+
+@pytest.mark.parametrize("formats", [*NATIVE, *BY_PARAMETER, LLAMA, CHANNELS], ids=lambda formats: formats.calls.name)
+@pytest.mark.parametrize("free", [True, False])
+def test_inputs_of_custom_tools_are_in_their_grammars(formats: AnswerFormats, free: bool):
+    rng = random.Random(11)
+    for syntax, definition in CUSTOM:
+        text = CustomText(syntax, definition)  # type: ignore[arg-type]
+        tools = {
+            "now": PARAMETERS["now"],
+            "run": {
+                "type": "object",
+                "properties": {"input": text},
+                "required": ["input"],
+                "additionalProperties": False,
+            },
+        }
+        if formats is CHANNELS:
+            grammar = channels_grammar("", tools, tokenizer(), required=not free)
+            wanted = "<|channel|>commentary to=functions.run "
+        else:
+            form = formats.calls.free
+            make = free_calls_grammar if free else calls_grammar
+            grammar = make(form, tools, tokenizer(), several=False)
+            wanted = f"{'Well, ' if free and form.marks else ''}{form.opening}{form.begin}run{form.middle}"
+        raw = LLMatcher.grammar_from_lark(definition) if syntax == "lark" else LLMatcher.grammar_from_regex(definition)
+        for _ in range(examples(8, 1)):
+            answer = drawn_custom(grammar, rng, wanted)
+            parts = whole([formats.calls.read(tools)], answer)
+            if answer.startswith("Well"):
+                assert parts.pop(0) == ("content", "Well,"), answer
+            name, arguments = parts
+            assert name == ("call", "run"), answer
+            given = json.loads(arguments.text)
+            assert [*given] == ["input"], answer
+            assert accepts(raw, given["input"]), (definition, answer)
+
+
+def drawn_custom(grammar: str, rng: random.Random, wanted: str) -> str:
+    """Return an output of a grammar that begins as wanted and ends soon: where texts often end, they are ended."""
+    matcher = LLMatcher(vocabulary(), grammar, log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    ids = tokenizer().encode(wanted, add_special_tokens=False)
+    assert matcher.consume_tokens(ids), wanted
+    while not matcher.is_accepting():
+        assert len(ids) < 20_000, "it does not end"
+        allowed = allowed_tokens(matcher.compute_bitmask())
+        often = [token for token in allowed if token > 256 or (token < 256 and chr(token) in '"\\nu03c*</}])')]
+        ids.append(rng.choice(often if often and rng.random() < 0.5 else allowed))
+        assert matcher.consume_tokens(ids[-1:])
+    return tokenizer().decode(ids, skip_special_tokens=False)
 
 
 def test_marks_within_json_are_no_marks():

@@ -12,7 +12,7 @@ from jaxserve.text.grammars.vocabulary import load_vocabulary
 from tests.server.tiny import END_ID, tiny_tokenizer
 
 # Bytes that end a text, a list, an object or a number.
-_ENDINGS = [ord(one) for one in '"]},:']
+ENDINGS = '"]},:'
 
 
 @functools.cache
@@ -27,8 +27,13 @@ def matcher_of(grammar: str) -> LLMatcher:
     return matcher
 
 
-def drawn(grammar: str, rng: random.Random, *, most: int = 400, endings: float = 0.4) -> str | None:
-    """Return an output, or None if it would have more than `most` bytes. Fails where it can neither go on nor end."""
+def drawn(
+    grammar: str, rng: random.Random, *, most: int = 400, endings: float = 0.4, often: str = ENDINGS
+) -> str | None:
+    """Return an output, or None if it would have more than `most` bytes. Fails where it can neither go on nor end.
+
+    It ends, or goes on with one of the characters `often`, with the probability `endings` at each place.
+    """
     matcher, found = matcher_of(grammar), bytearray()
     while not matcher.is_stopped():
         mask = matcher.compute_bitmask()
@@ -42,7 +47,7 @@ def drawn(grammar: str, rng: random.Random, *, most: int = 400, endings: float =
         assert allowed, bytes(found)
         if len(found) == most:
             return None
-        ending = [token for token in allowed if token in _ENDINGS]
+        ending = [token for token in allowed if token in often.encode()]
         found.append(rng.choice(ending if ending and rng.random() < endings else allowed))
         assert matcher.consume_token(found[-1])
     return found.decode()
