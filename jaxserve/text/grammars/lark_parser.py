@@ -71,7 +71,7 @@ class LarkGrammar:
 
 def parse_lark(definition: str) -> LarkGrammar:
     """Return a grammar. Raises `ValueError` that names the line and what can't be read or held."""
-    return _Parser(definition).parse()
+    return _LarkReader(definition).parse()
 
 
 _NO_SUCH = {
@@ -85,7 +85,7 @@ _MAX_TIMES = 10_000
 _MAX_NODES = 200_000
 
 
-class _Parser:
+class _LarkReader:
     """Reads one grammar. Terminals may be used before they are defined."""
 
     def __init__(self, definition: str) -> None:
