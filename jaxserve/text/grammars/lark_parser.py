@@ -44,7 +44,7 @@ class Row(NamedTuple):
     parts: tuple[Expression, ...]
 
 
-class Options(NamedTuple):
+class Alternatives(NamedTuple):
     """One of some options."""
 
     options: tuple[Expression, ...]
@@ -58,7 +58,7 @@ class Times(NamedTuple):
     most: int | None
 
 
-type Expression = Terminal | RuleName | Row | Options | Times
+type Expression = Terminal | RuleName | Row | Alternatives | Times
 
 
 @dataclass
@@ -252,7 +252,7 @@ class _LarkReader:
                 self._at = before
                 break
             found.append(self._row(depth, in_terminal))
-        return found[0] if len(found) == 1 else Options(tuple(found))
+        return found[0] if len(found) == 1 else Alternatives(tuple(found))
 
     def _row(self, depth: int, in_terminal: bool) -> Expression:
         found: list[Expression] = []
@@ -369,7 +369,7 @@ def _as_node(expression: Expression) -> Node:
             return node
         case Row(parts):
             return joined([_as_node(part) for part in parts])
-        case Options(options):
+        case Alternatives(options):
             return Choice(tuple(map(_as_node, options)))
         case Times(inner, least, most):
             return EMPTY if most == 0 else Repeat(_as_node(inner), least, most)
