@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from jaxserve.text.grammars.character_sets import Ranges
-from jaxserve.text.grammars.lark_parser import Expression, LarkGrammar, Alternatives, Row, RuleName, Terminal
+from jaxserve.text.grammars.lark_parser import Alternatives, Expression, LarkGrammar, Row, RuleName, Terminal
 from jaxserve.text.grammars.patterns import Choice, Node
 from jaxserve.text.grammars.spelled_terminals import Escapes, character_classes, is_nullable, not_empty
 
