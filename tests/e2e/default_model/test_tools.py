@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from typing import Any, Literal
 
 import openai
@@ -11,8 +12,10 @@ import pytest
 from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
+from llguidance import LLMatcher, LLTokenizer
 
 from tests.e2e.server_process import ServerProcess
+from tests.text.grammars import custom_grammars
 
 pytestmark = pytest.mark.process
 
@@ -130,3 +133,71 @@ def test_calls_in_a_stream_of_langchain(chat_model: ChatOpenAI) -> None:
 def test_structured_output_of_langchain(chat_model: ChatOpenAI, method: Literal["json_schema", "function_calling"]):
     found = chat_model.with_structured_output(Weather, method=method).invoke("Ask for the weather in Rome, as JSON.")
     assert isinstance(found, Weather)
+
+
+@functools.cache
+def _bytes_vocabulary() -> LLTokenizer:
+    return LLTokenizer("byte")
+
+
+def accepts(form: dict[str, str], text: str, *, is_cut: bool) -> bool:
+    """Return whether a grammar as a client writes it has a text, or one that begins so."""
+    make = LLMatcher.grammar_from_lark if form["syntax"] == "lark" else LLMatcher.grammar_from_regex
+    vocabulary = _bytes_vocabulary()
+    matcher = LLMatcher(vocabulary, make(form["definition"]))
+    tokens = vocabulary.tokenize_str(text)
+    return matcher.try_consume_tokens(tokens) == len(tokens) and (is_cut or matcher.is_accepting())
+
+
+FORMS = [{"syntax": "lark", "definition": custom_grammars.GRAMMARS[name]} for name in ("arithmetic", "patch", "sql")]
+FORMS.append({"syntax": "lark", "definition": 'start: LINE~1..3 "END" "\\""\nLINE: /[^\\n]{0,12}/ "\\n"'})
+FORMS.append({"syntax": "regex", "definition": r"[a-z]{2,9}(, \"[^\"\n]{0,9}\"\n){1,3}"})
+
+
+def test_inputs_of_custom_tools_are_in_their_grammars(server: ServerProcess) -> None:
+    """At temperature 2, on both routes, whole and streamed; what is cut off is a beginning."""
+    question = "Call the tool."
+
+    async def chat(client: openai.AsyncOpenAI, form: dict[str, str], asking: dict[str, Any]) -> list[tuple[str, bool]]:
+        tool = {"type": "custom", "custom": {"name": "f", "format": {"type": "grammar", "grammar": form}}}
+        messages: list[Any] = [{"role": "user", "content": question}]
+        answer = await client.chat.completions.create(
+            **asking, messages=messages, tools=[tool], tool_choice="required", max_tokens=90
+        )
+        [found] = answer.choices
+        calls = found.message.tool_calls
+        return [(call.custom.input, found.finish_reason == "length" and call is calls[-1]) for call in calls]
+
+    async def respond(
+        client: openai.AsyncOpenAI, form: dict[str, str], asking: dict[str, Any]
+    ) -> list[tuple[str, bool]]:
+        tool = {"type": "custom", "name": "f", "format": {"type": "grammar", **form}}
+        choice = {"type": "custom", "name": "f"}
+        asking |= {"input": question, "tools": [tool], "tool_choice": choice, "max_output_tokens": 90}
+        written, inputs = "", []
+        async with client.responses.stream(**asking) as stream:
+            async for event in stream:
+                if event.type == "response.custom_tool_call_input.delta":
+                    written += event.delta
+                elif event.type == "response.custom_tool_call_input.done":
+                    assert event.input == written
+                elif event.type == "response.output_item.done":
+                    inputs.append((written, event.item.status == "incomplete"))
+        return inputs
+
+    async def ask_all() -> list[tuple[dict[str, str], str, bool]]:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=300) as client:
+            asked = [
+                (form, ask(client, form, {"model": MODEL, "temperature": 2, "extra_body": {"seed": number}}))
+                for number in range(2)
+                for form in FORMS
+                for ask in (chat, respond)
+            ]
+            found = await asyncio.gather(*(answer for _, answer in asked))
+        return [(form, *one) for (form, _), inputs in zip(asked, found) for one in inputs]
+
+    inputs = asyncio.run(ask_all())
+    wrong = [(form, text) for form, text, is_cut in inputs if not accepts(form, text, is_cut=is_cut)]
+    assert not wrong
+    assert len(inputs) >= 20
+    assert sum(not is_cut for _, _, is_cut in inputs) >= 6
