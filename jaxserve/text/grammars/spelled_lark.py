@@ -162,7 +162,7 @@ class SpelledLark:
         """Return the expression of a part from one place to another, to which it leads."""
         part = self._parts[number]
         if part.node is not None:
-            if self._blank is None or number == self._blank or begin == _BEGIN:
+            if self._blank is None or number == self._blank:
                 return _any(self._terminal(number, begin, end))
             return self._rule((number, begin, end), lambda: self._after_blanks(number, begin, end))
         if part.times is not None:
