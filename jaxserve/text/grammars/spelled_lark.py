@@ -29,7 +29,7 @@ _MAX_WORK = 20 * _MAX_PARTS
 type _Pairs = frozenset[tuple[str, str]]
 
 
-class _Part(NamedTuple):
+class _GrammarPart(NamedTuple):
     """A part of a grammar: a terminal, or others by their numbers: one of them, all of them, or one several times."""
 
     node: Node | None = None
@@ -47,12 +47,12 @@ class SpelledLark:
     def __init__(self, grammar: LarkGrammar, prefix: str, add_terminal: Callable[[str], str], also: Ranges) -> None:
         self.lines: list[str] = []
         self._prefix, self._add_terminal = prefix, add_terminal
-        self._parts: list[_Part] = []
+        self._parts: list[_GrammarPart] = []
         self._numbers: dict[int, int] = {}
-        self._rules = {name: self._add(_Part()) for name in grammar.rules}
+        self._rules = {name: self._add(_GrammarPart()) for name in grammar.rules}
         for name, body in grammar.rules.items():
-            self._parts[self._rules[name]] = _Part(inner=(self._number(body),))
-        self._blank = self._add(_Part(not_empty(Choice(tuple(grammar.ignored))))) if grammar.ignored else None
+            self._parts[self._rules[name]] = _GrammarPart(inner=(self._number(body),))
+        self._blank = self._add(_GrammarPart(not_empty(Choice(tuple(grammar.ignored))))) if grammar.ignored else None
         nodes = [part.node for part in self._parts if part.node is not None]
         self._escapes = Escapes({one for node in nodes for one in character_classes(node)}, also)
         self._places = [*self._escapes.carries, *([_BEGIN] if grammar.ignored else [])]
@@ -81,7 +81,7 @@ class SpelledLark:
             raise ValueError("no text matches")
         return _any(found)
 
-    def _add(self, part: _Part) -> int:
+    def _add(self, part: _GrammarPart) -> int:
         if len(self._parts) == _MAX_PARTS:
             raise ValueError(f"it has more than {_MAX_PARTS} terminals, rows, alternatives and repetitions")
         self._parts.append(part)
@@ -94,13 +94,15 @@ class SpelledLark:
                 return self._rules[name]
             case Terminal(node):  # one with a name is the same object wherever it stands
                 if id(node) not in self._numbers:
-                    self._numbers[id(node)] = self._add(_Part(node))
+                    self._numbers[id(node)] = self._add(_GrammarPart(node))
                 return self._numbers[id(node)]
             case Row(parts):
-                return self._add(_Part(inner=tuple(map(self._number, parts)), is_row=True))
+                return self._add(_GrammarPart(inner=tuple(map(self._number, parts)), is_row=True))
             case Options(options):
-                return self._add(_Part(inner=tuple(map(self._number, options))))
-        return self._add(_Part(inner=(self._number(expression.inner),), times=(expression.least, expression.most)))
+                return self._add(_GrammarPart(inner=tuple(map(self._number, options))))
+        return self._add(
+            _GrammarPart(inner=(self._number(expression.inner),), times=(expression.least, expression.most))
+        )
 
     def _ends(self, node: Node | None) -> _Pairs:
         """Return the places where a terminal that isn't empty may begin and end."""
