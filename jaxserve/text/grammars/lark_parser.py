@@ -44,7 +44,7 @@ class Row(NamedTuple):
     parts: tuple[Expression, ...]
 
 
-class Options(NamedTuple):
+class AnyOf(NamedTuple):
     """One of some options."""
 
     options: tuple[Expression, ...]
@@ -58,7 +58,7 @@ class Times(NamedTuple):
     most: int | None
 
 
-type Expression = Terminal | RuleName | Row | Options | Times
+type Expression = Terminal | RuleName | Row | AnyOf | Times
 
 
 @dataclass
@@ -71,7 +71,7 @@ class LarkGrammar:
 
 def parse_lark(definition: str) -> LarkGrammar:
     """Return a grammar. Raises `ValueError` that names the line and what can't be read or held."""
-    return _Parser(definition).parse()
+    return _LarkParser(definition).parse()
 
 
 _NO_SUCH = {
@@ -85,7 +85,7 @@ _MAX_TIMES = 10_000
 _MAX_NODES = 200_000
 
 
-class _Parser:
+class _LarkParser:
     """Reads one grammar. Terminals may be used before they are defined."""
 
     def __init__(self, definition: str) -> None:
@@ -252,7 +252,7 @@ class _Parser:
                 self._at = before
                 break
             found.append(self._row(depth, in_terminal))
-        return found[0] if len(found) == 1 else Options(tuple(found))
+        return found[0] if len(found) == 1 else AnyOf(tuple(found))
 
     def _row(self, depth: int, in_terminal: bool) -> Expression:
         found: list[Expression] = []
@@ -369,7 +369,7 @@ def _as_node(expression: Expression) -> Node:
             return node
         case Row(parts):
             return joined([_as_node(part) for part in parts])
-        case Options(options):
+        case AnyOf(options):
             return Choice(tuple(map(_as_node, options)))
         case Times(inner, least, most):
             return EMPTY if most == 0 else Repeat(_as_node(inner), least, most)

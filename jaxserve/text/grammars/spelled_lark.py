@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from jaxserve.text.grammars.character_sets import Ranges
-from jaxserve.text.grammars.lark_parser import Expression, LarkGrammar, Options, Row, RuleName, Terminal
+from jaxserve.text.grammars.lark_parser import AnyOf, Expression, LarkGrammar, Row, RuleName, Terminal
 from jaxserve.text.grammars.patterns import Choice, Node
 from jaxserve.text.grammars.spelled_terminals import Escapes, character_classes, is_nullable, not_empty
 
@@ -98,7 +98,7 @@ class SpelledLark:
                 return self._numbers[id(node)]
             case Row(parts):
                 return self._add(_GrammarPart(inner=tuple(map(self._number, parts)), is_row=True))
-            case Options(options):
+            case AnyOf(options):
                 return self._add(_GrammarPart(inner=tuple(map(self._number, options))))
         return self._add(
             _GrammarPart(inner=(self._number(expression.inner),), times=(expression.least, expression.most))
