@@ -44,7 +44,7 @@ class Row(NamedTuple):
     parts: tuple[Expression, ...]
 
 
-class Alternatives(NamedTuple):
+class AnyOf(NamedTuple):
     """One of some options."""
 
     options: tuple[Expression, ...]
@@ -58,7 +58,7 @@ class Times(NamedTuple):
     most: int | None
 
 
-type Expression = Terminal | RuleName | Row | Alternatives | Times
+type Expression = Terminal | RuleName | Row | AnyOf | Times
 
 
 @dataclass
@@ -71,7 +71,7 @@ class LarkGrammar:
 
 def parse_lark(definition: str) -> LarkGrammar:
     """Return a grammar. Raises `ValueError` that names the line and what can't be read or held."""
-    return _LarkReader(definition).parse()
+    return _LarkParser(definition).parse()
 
 
 _NO_SUCH = {
@@ -85,12 +85,13 @@ _MAX_TIMES = 10_000
 _MAX_NODES = 200_000
 
 
-class _LarkReader:
+class _LarkParser:
     """Reads one grammar. Terminals may be used before they are defined."""
 
     def __init__(self, definition: str) -> None:
         self._tokens = tokens_of(definition)
         self._at = 0
+        self._rules: dict[str, int] = {}
         self._bodies: dict[str, int] = {}
         self._read: dict[str, Node] = {}
         self._open: list[str] = []
@@ -98,7 +99,6 @@ class _LarkReader:
 
     def parse(self) -> LarkGrammar:
         found = LarkGrammar()
-        rules: dict[str, int] = {}
         ignored: list[int] = []
         while self._skip_lines():
             token = self._next()
@@ -107,17 +107,16 @@ class _LarkReader:
             elif token.kind in ("rule", "terminal"):
                 name = token.text.lstrip("!?")
                 self._header(token)
-                known = rules if token.kind == "rule" else self._bodies
+                known = self._rules if token.kind == "rule" else self._bodies
                 if name in known or name in self._read:
                     raise self._error(f"{name} is defined twice", token)
                 known[name] = self._at
                 self._skip_body()
             else:
                 raise self._error(f"{token.text!r} begins no rule and no terminal", token)
-        if "start" not in rules:
+        if "start" not in self._rules:
             raise ValueError("it has no rule `start`")
-        self._rule_names = rules
-        for name, at in rules.items():
+        for name, at in self._rules.items():
             self._at = at
             found.rules[name] = self._options(0)
             self._end()
@@ -252,7 +251,7 @@ class _LarkReader:
                 self._at = before
                 break
             found.append(self._row(depth, in_terminal))
-        return found[0] if len(found) == 1 else Alternatives(tuple(found))
+        return found[0] if len(found) == 1 else AnyOf(tuple(found))
 
     def _row(self, depth: int, in_terminal: bool) -> Expression:
         found: list[Expression] = []
@@ -331,14 +330,14 @@ class _LarkReader:
                     return Terminal(as_rust(pattern, flags))
                 except ValueError as error:
                     raise self._error(f"/{pattern}/: {error}", token) from None
-            case "rule" if not in_terminal and token.text in self._rule_names:
+            case "rule" if not in_terminal and token.text in self._rules:
                 return RuleName(token.text)
             case "terminal" if token.text in self._read or token.text in self._bodies:
                 if token.text in self._open or len(self._open) > _MAX_DEPTH:
                     raise self._error(f"the terminal {token.text} contains itself", token)
                 return Terminal(self._named(token.text))
             case "rule" | "terminal":
-                problem = "a rule can't be part of a terminal" if token.text in self._rule_names else "it isn't defined"
+                problem = "a rule can't be part of a terminal" if token.text in self._rules else "it isn't defined"
                 raise self._error(f"{token.text}: {problem}", token)
             case "special":
                 raise self._error(f"{token.text}: an input is a text, without tokens and other grammars", token)
@@ -369,7 +368,7 @@ def _as_node(expression: Expression) -> Node:
             return node
         case Row(parts):
             return joined([_as_node(part) for part in parts])
-        case Alternatives(options):
+        case AnyOf(options):
             return Choice(tuple(map(_as_node, options)))
         case Times(inner, least, most):
             return EMPTY if most == 0 else Repeat(_as_node(inner), least, most)

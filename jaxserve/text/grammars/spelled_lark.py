@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from jaxserve.text.grammars.character_sets import Ranges
-from jaxserve.text.grammars.lark_parser import Alternatives, Expression, LarkGrammar, Row, RuleName, Terminal
+from jaxserve.text.grammars.lark_parser import AnyOf, Expression, LarkGrammar, Row, RuleName, Terminal
 from jaxserve.text.grammars.patterns import Choice, Node
 from jaxserve.text.grammars.spelled_terminals import Escapes, character_classes, is_nullable, not_empty
 
@@ -98,7 +98,7 @@ class SpelledLark:
                 return self._numbers[id(node)]
             case Row(parts):
                 return self._add(_GrammarPart(inner=tuple(map(self._number, parts)), is_row=True))
-            case Alternatives(options):
+            case AnyOf(options):
                 return self._add(_GrammarPart(inner=tuple(map(self._number, options))))
         return self._add(
             _GrammarPart(inner=(self._number(expression.inner),), times=(expression.least, expression.most))
@@ -164,7 +164,7 @@ class SpelledLark:
         """Return the expression of a part from one place to another, to which it leads."""
         part = self._parts[number]
         if part.node is not None:
-            if self._blank is None or number == self._blank or begin == _BEGIN:
+            if self._blank is None or number == self._blank:
                 return _any(self._terminal(number, begin, end))
             return self._rule((number, begin, end), lambda: self._after_blanks(number, begin, end))
         if part.times is not None:

@@ -319,6 +319,13 @@ def test_marks_within_json_are_no_marks():
     ]
 
 
+def test_marks_within_the_arguments_of_a_message_are_no_marks():
+    arguments = '{"input": "<|end|> <|start|>"}'
+    header = "<|channel|>commentary to=functions.run <|constrain|>json<|message|>"
+    for text in (f"{header}{arguments}<|call|>", f"{header}\n{arguments}"):
+        assert whole([CHANNELS.calls.read({})], text) == [("call", "run"), ("arguments", arguments)]
+
+
 def test_spelled_marks_begin_no_call_where_marks_are_tokens():
     """A text may spell a mark by other tokens, and is read as if it were one."""
     form = named("mistral").calls.free
