@@ -33,6 +33,7 @@ class Choice(NamedTuple):
     """Any of some options; nothing matches if there are none."""
 
     options: tuple[Node, ...]
+    kind: str = "choice"  # as tuples, nodes of two kinds would be equal
 
 
 class Repeat(NamedTuple):
@@ -53,12 +54,14 @@ class Both(NamedTuple):
     """What matches all of some parts."""
 
     parts: tuple[Node, ...]
+    kind: str = "both"
 
 
 class Other(NamedTuple):
     """Every text that doesn't match a node."""
 
     node: Node
+    kind: str = "other"
 
 
 type Node = Chars | Sequence | Choice | Repeat | Anchor | Both | Other

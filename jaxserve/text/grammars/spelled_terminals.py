@@ -66,7 +66,7 @@ def rest(node: Node, character: str) -> Node:
             return _then(rest(inner, character), (again,) if again.most != 0 else ())
         case Both(parts):
             found = tuple(rest(part, character) for part in parts)
-            return NOTHING if any(map(_is_nothing, found)) else Both(found)
+            return NOTHING if NOTHING in found else Both(found)
         case Other(inner):
             return Other(rest(inner, character))
         case Anchor():
@@ -74,16 +74,12 @@ def rest(node: Node, character: str) -> Node:
 
 
 def _then(first: Node, others: tuple[Node, ...]) -> Node:
-    return NOTHING if _is_nothing(first) else patterns.joined([first, *others])
+    return NOTHING if first == NOTHING else patterns.joined([first, *others])
 
 
 def _any(options: list[Node]) -> Node:
-    found = tuple(one for one in options if not _is_nothing(one))
+    found = tuple(one for one in options if one != NOTHING)
     return found[0] if len(found) == 1 else Choice(found)
-
-
-def _is_nothing(node: Node) -> bool:
-    return isinstance(node, Choice) and not node.options  # as tuples, nodes of different kinds may be equal
 
 
 def spelled(node: Node, also: Ranges) -> str:
@@ -171,7 +167,7 @@ class Escapes:
     def _continued(self, node: Node, carry: str) -> Iterator[str]:
         for character, head in self._heads[carry]:
             left = rest(node, character)
-            if _is_nothing(left):
+            if left == NOTHING:
                 continue
             tail = spelled(left, self.also)
             if not (_has_operator(left) and matches_nothing(tail)):

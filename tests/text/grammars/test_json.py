@@ -156,6 +156,8 @@ def test_what_a_schema_allows_matches_it(schema: Any, seed: int) -> None:
         ({"type": "string", "pattern": "^[a-z&&[^b]]$"}, ['"b]"', '"&]"'], ['"b"', '"a"']),
         ({"type": "string", "pattern": "^.$"}, ['"a"', '"\\u0001"'], ['"\\n"', '"\u2029"', '"\u2028"']),
         ({"type": "string", "pattern": "^\\ud83d\\ude00[\\b]\\cA$"}, ['"😀\\b\\u0001"'], ['"😀"']),
+        ({"anyOf": [{"type": "string", "pattern": "^(?:a|b)$"}, {"type": "string", "pattern": "^ab$"}]},
+         ['"a"', '"ab"'], ['"aa"']),
         ({"type": "string", "pattern": "^a|b$"}, ['"ax"', '"xb"'], ['"xa"', '"bx"']),
         ({"type": "string", "format": "date"}, ['"2024-02-29"', '"2000-02-29"'], ['"2023-02-29"', '"1900-02-29"']),
         ({"type": "string", "format": "password", "minLength": 1.0}, ['"x"'], ['""']),
