@@ -44,7 +44,7 @@ def make_state(
     template: str | None = TEMPLATE, *, engine: dict[str, Any] | None = None, **config: Any
 ) -> tuple[ServerState, FakeEngine]:
     """Return the state of a ready server, and its fake engine."""
-    state = ServerState(ServerConfig(served_model_name=MODEL, **config), EngineConfig())
+    state = ServerState(ServerConfig(**{"served_model_name": MODEL} | config), EngineConfig())
     fake = FakeEngine(VOCAB_SIZE, **(engine or {}))
     tokenizer = tiny_tokenizer(template)
     formats = choose_formats(

@@ -175,4 +175,6 @@ def _refused(kind: Any, where: str) -> InvalidRequestError:
             f"{where}: {str(kind)[:60]!r} is a tool that OpenAI runs or defines, and this server has none; leave it "
             "out, or define a tool of type function or custom that your client runs"
         )
+        if kind == "web_search":
+            text += '. Codex leaves it out with web_search = "disabled" in its config.toml'
     return InvalidRequestError(text, param=f"{where}.type")
