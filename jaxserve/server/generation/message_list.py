@@ -70,9 +70,10 @@ class MessageList:
         last = self.found[-1] if self.found else {}
         if last.get("role") == "assistant":
             last["content"] += message["content"]
-            for name in ("reasoning_content", "tool_calls"):
-                if name in message:
-                    last[name] = last[name] + message[name] if name in last else message[name]
+            if reasoning:
+                last["reasoning_content"] = "\n".join(filter(None, (last.get("reasoning_content"), reasoning)))
+            if calls:
+                last["tool_calls"] = [*last.get("tool_calls", ()), *message["tool_calls"]]
         elif len(message) > 2 or message["content"]:
             self.found.append(message)
 

@@ -112,6 +112,9 @@ class ResponsesInput(InertFields, kw_only=True, forbid_unknown_fields=True):
     truncation: Literal["auto", "disabled"] | None = None
     chat_template_kwargs: TemplateArguments | None = None
 
+    messages: Annotated[Any, accepts_only(advice="send them as input")] = None
+    response_format: Annotated[Any, accepts_only(advice="send it as text.format")] = None
+    reasoning_effort: Annotated[Any, accepts_only(advice="send it as reasoning.effort")] = None
     conversation: Annotated[Any, accepts_only(advice="continue a response with previous_response_id")] = None
     prompt: Annotated[Any, accepts_only(advice="send the prompt itself, as instructions and input")] = None
 
@@ -139,6 +142,11 @@ class ResponsesRequest(ResponsesInput, kw_only=True, forbid_unknown_fields=True)
     ignore_eos: bool | None = None
     priority: Priority | None = None
     cache_salt: Text | None = None
+
+    max_tokens: Annotated[Any, accepts_only(advice="send it as max_output_tokens")] = None
+    max_completion_tokens: Annotated[Any, accepts_only(advice="send it as max_output_tokens")] = None
+    n: Annotated[Any, accepts_only(1, advice="send several requests")] = None
+    logprobs: Annotated[Any, accepts_only(False, advice=f"send top_logprobs, or include: [{TEXT_LOGPROBS}]")] = None
 
     # These are about tools that OpenAI runs and about images, of which there are none here.
     max_tool_calls: int | None = None

@@ -22,7 +22,7 @@ LOOKED = f"<think>Hm.</think> I look first. weather{ULM}"
 SHOWN = {
     "agents-stream": (
         "tools: weather transfer_to_other\nsystem: Be short.\nuser: weather in Ulm?\n"
-        f"assistant: {LOOKED.replace('Hm.', 'Hm.raw thought')}\ntool: sun in Ulm\n"
+        f"assistant: {LOOKED.replace('Hm.', 'Hm.\nraw thought')}\ntool: sun in Ulm\n"
     ),
     "aisdk-custom-reference": 'tools: shell\nuser: x\nassistant:  shell{"input": "ls\\n"}\ntool: ran SELECT 1\n',
     "aisdk-not-stored": f"tools: weather\nsystem: Be short.\nuser: weather?\nassistant: {LOOKED}\ntool: sun\n",
