@@ -77,6 +77,7 @@ class ResponsesShape(ResponseShape):
         self._writes = ("", 0)
         self._text_begins = b""
         self._num_seen = 0
+        self._logprobs: list[TokenLogprobInfo] = []
         self._end: FinishReason | None = None
 
     def opening(self, choice: ResponseChoice) -> bytes:
@@ -95,14 +96,15 @@ class ResponsesShape(ResponseShape):
             self._number += 1
             end = b',"logprobs":[],"sequence_number":%d}\n\n' % (self._number - 1)
             return self._text_begins + _encode(text) + end
-        logprobs = self._text_logprobs(choice, delta) if self._options.logprobs else []
+        if self._options.logprobs:
+            self._add_logprobs(choice, delta)
         found = []
         for part in parts:
             kind = "call" if part.kind in ("arguments", "input") else part.kind
             if self._writer is None or self._writes != (kind, part.call):
                 found += [self._end_item("completed"), self._begin_item(kind, part)]
             if part.kind != "call":
-                found.append(self._add(part.text, logprobs))
+                found.append(self._add(part.text))
         if delta.finish_reason is not None:
             self._end = delta.finish_reason
             if not self._items and self._writer is None:
@@ -149,13 +151,13 @@ class ResponsesShape(ResponseShape):
         self._on_end(response)
         return response
 
-    def _text_logprobs(self, choice: ResponseChoice, delta: OutputDelta) -> list[TokenLogprobInfo]:
-        """Return the log probabilities of the new tokens after the reasoning."""
+    def _add_logprobs(self, choice: ResponseChoice, delta: OutputDelta) -> None:
+        """Add the log probabilities of the new tokens after the reasoning to those of the next text."""
         entries = delta.logprobs or []
         num_reasoning = 0 if choice.reader is None else choice.reader.num_reasoning_tokens or 0
         skipped = max(0, num_reasoning - self._num_seen)
         self._num_seen += len(entries)
-        return token_logprobs(self._tokenizer, entries[skipped:])
+        self._logprobs += token_logprobs(self._tokenizer, entries[skipped:])
 
     def _begin_item(self, kind: str, part: AnswerPart) -> bytes:
         self._writes = kind, part.call
@@ -175,14 +177,14 @@ class ResponsesShape(ResponseShape):
         namespace, name = self._options.names.get(part.text, ("", part.text))
         return (CustomCallWriter if part.is_custom else FunctionCallWriter)(part, name, namespace)
 
-    def _add(self, text: str, logprobs: list[TokenLogprobInfo]) -> bytes:
+    def _add(self, text: str) -> bytes:
         writer = self._writer
         assert writer is not None
         writer.pieces.append(text)
-        if isinstance(writer, MessageWriter) and logprobs:
-            writer.logprobs += logprobs
-            writer.new_logprobs += logprobs
-            logprobs.clear()
+        if isinstance(writer, MessageWriter):
+            writer.logprobs += self._logprobs
+            writer.new_logprobs += self._logprobs
+        self._logprobs.clear()
         return self._item_events([writer.delta(text)])
 
     def _end_item(self, status: ItemStatus) -> bytes:

@@ -108,22 +108,18 @@ async def test_forms_of_the_answer(
 
 
 async def test_log_probabilities_are_those_of_the_text():
-    async with over_asgi(THINKS, engine=writes(f"{THOUGHT}Hi.")) as server:
-        response = await ask(server, top_logprobs=2)
-        events = await stream(server, include=["message.output_text.logprobs"])
+    async with over_asgi(THINKS, engine=writes(f"{THOUGHT}Hi <to you.")) as server:
+        response = await ask(server, top_logprobs=2, tools=[WEATHER])
+        events = await stream(server, include=["message.output_text.logprobs"], tools=[WEATHER])
         plain = await ask(server)
     text = response["output"][1]["content"][0]
-    shown = "".join(entry["token"] for entry in text["logprobs"])
-    assert shown.lstrip().startswith("Hi.")
+    assert "".join(entry["token"] for entry in text["logprobs"]).strip() == text["text"] == "Hi <to you."
     assert {len(entry["top_logprobs"]) for entry in text["logprobs"]} == {2}
-    told = [
-        entry["token"]
-        for event in events
-        if event["type"].endswith("text.delta")
-        for entry in event.get("logprobs", ())
-    ]
-    last = events[-1]["response"]["output"][1]["content"][0]
-    assert [entry["token"] for entry in last["logprobs"]] == told or len(told) < len(last["logprobs"])
+    deltas = [event for event in events if event["type"] == "response.output_text.delta"]
+    last = events[-1]["response"]["output"][1]["content"][0]["logprobs"]
+    assert [entry for event in deltas for entry in event["logprobs"]] == last
+    assert [entry["token"] for entry in last] == [entry["token"] for entry in text["logprobs"]]
+    assert {len(entry["top_logprobs"]) for entry in last} == {0}
     assert plain["output"][1]["content"][0]["logprobs"] == []
 
 
