@@ -147,7 +147,17 @@ _BODILESS: tuple[tuple[Operation, BodilessHandler], ...] = (
     (Operation("DELETE", _RESPONSE, "Forget a response", response=DeletedResponse), delete_response),
     (Operation("POST", f"{_RESPONSE}/cancel", "Abort a response", response=ResponseObject), cancel_response),
     (
-        Operation("GET", f"{_RESPONSE}/input_items", "What a response was an answer to", response=InputItemList),
+        Operation(
+            "GET",
+            f"{_RESPONSE}/input_items",
+            "What a response was an answer to",
+            response=InputItemList,
+            query={
+                "limit": {"type": "integer", "minimum": 1, "maximum": 100, "default": 20},
+                "order": {"enum": ["asc", "desc"], "default": "desc"},
+                "after": {"type": "string"},
+            },
+        ),
         list_input_items,
     ),
     (Operation("GET", "/flush_cache", _FLUSH, content_type="text/plain"), admin_routes.flush_cache),

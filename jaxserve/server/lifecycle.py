@@ -174,6 +174,7 @@ class Lifecycle:
         while True:
             self._state.metrics.tick()
             self._state.refusals.tick()
+            self._state.responses.expire()
             await asyncio.sleep(1.0)
 
     async def _drain(self, death: asyncio.Future[str]) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -45,7 +45,8 @@ class MessagesErrorResponse(msgspec.Struct, tag="error"):
 
 @dataclass(frozen=True)
 class Operation:
-    """One route of the document. `streams` marks a route that can answer with server-sent events."""
+    """One route of the document. `streams` marks a route that can answer with server-sent events; `query` has the
+    schemas of its parameters."""
 
     method: str
     path: str
@@ -54,6 +55,7 @@ class Operation:
     response: type | None = None
     streams: bool = False
     content_type: str = "application/json"
+    query: Mapping[str, dict[str, Any]] = field(default_factory=dict)
 
 
 def openapi_document(operations: Sequence[Operation], state: ServerState) -> bytes:
@@ -115,7 +117,10 @@ def _operation(item: Operation, reference: dict[type, dict[str, Any]], *, with_k
     }
     if "{" in item.path:
         name = item.path.partition("{")[2].partition("}")[0].partition(":")[0]
-        result["parameters"] = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}}]
+        result["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}},
+            *({"name": name, "in": "query", "schema": schema} for name, schema in item.query.items()),
+        ]
     if item.body is not None:
         result["requestBody"] = {"required": True, "content": {"application/json": {"schema": reference[item.body]}}}
     if with_key and item.path not in PATHS_WITHOUT_KEY:

@@ -172,7 +172,7 @@ def _tool(given: dict[str, Any], where: str) -> ToolDefinition:
     try:
         tool = msgspec.convert(given, ToolDefinition)
     except msgspec.ValidationError as error:
-        raise validation_error(str(error), where, fields=ToolDefinition.__struct_fields__) from error
+        raise validation_error(str(error), where, kind=ToolDefinition) from error
     refuse_unsupported_fields(tool, f"{where}.")
     return tool
 

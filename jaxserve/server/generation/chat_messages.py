@@ -188,7 +188,7 @@ def _prepare(number: int, given: dict[str, Any], source: str) -> dict[str, Any]:
     try:
         message = msgspec.convert(given, MessageFields)
     except msgspec.ValidationError as error:
-        raise validation_error(str(error), where) from error
+        raise validation_error(str(error), where, kind=MessageFields) from error
     if message.role not in ROLES:
         raise InvalidRequestError(
             f"{where}.role must be one of {', '.join(ROLES)}, got {message.role[:40]!r}", param=f"{where}.role"
@@ -244,6 +244,13 @@ def _with_reasoning(message: dict[str, Any], source: str) -> dict[str, Any]:
     return {**message, names[0]: given}
 
 
+# An escaped backslash; or half a character as JSON escapes it, without the other half, as models may write.
+_HALF_PAIR = re.compile(
+    r"(\\\\)|\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|"
+    r"(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+)
+
+
 def _call(call: MessageCall) -> dict[str, Any]:
     """Return a call as most templates expect it, with its arguments as an object.
 
@@ -256,7 +263,8 @@ def _call(call: MessageCall) -> dict[str, Any]:
     arguments = call.function.arguments
     if isinstance(arguments, str):
         with contextlib.suppress(msgspec.DecodeError, UnicodeEncodeError, RecursionError):
-            arguments = msgspec.json.decode(arguments or "{}", type=dict[str, Any])
+            whole = _HALF_PAIR.sub(lambda found: found[1] or r"\ufffd", arguments) if "\\u" in arguments else arguments
+            arguments = msgspec.json.decode(whole or "{}", type=dict[str, Any])
     elif not isinstance(arguments, dict):
         arguments = {} if arguments is None else msgspec.json.encode(arguments).decode()
     return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}

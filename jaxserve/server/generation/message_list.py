@@ -28,9 +28,14 @@ async def template_abilities(loaded: LoadedModel) -> TemplateAbilities:
     return TemplateAbilities(await shows_later_system(loaded), await shows_text_after_result(loaded))
 
 
+# What stands between the texts that become one message.
+_BETWEEN = {"system": "\n", "user": "\n", "assistant": "", "tool": "\n\n"}
+
+
 @dataclass
 class MessageList:
-    """The messages of a chat so far. Neighbours of the same role become one message, as many templates want them.
+    """The messages of a chat so far. Neighbours of the same role become one message, as many templates want them: while
+    they are collected, each has a list of texts as its content.
 
     Nothing moves: what a template can't show in its place becomes a text there, so that the prompt of the next turn
     begins with the prompt of this one.
@@ -45,60 +50,51 @@ class MessageList:
         """Add texts of the system or of the user."""
         if not texts:
             return
-        begins = [message["role"] for message in self.found] in ([], ["system"])
+        last = self.found[-1] if self.found else {}
+        begins = not self.found or (len(self.found) == 1 and last["role"] == "system")
         if role == "system" and not begins and not self.can.later_system:
             role, texts = "user", [f"<system>\n{text}\n</system>" for text in texts]
-        last = self.found[-1] if self.found else {}
-        if last.get("role") == role and (role == "user" or begins):
+        joins = last.get("role") == role and (role == "user" or begins)
+        if joins or (last.get("role") == "tool" and role == "user" and self._belong_to_result(texts)):
             last["content"] += texts
-        elif last.get("role") == "tool" and role == "user" and self._belong_to_result(texts):
-            last["content"] = "\n\n".join([last["content"], *texts])
         else:
             self.found.append({"role": role, "content": [*texts]})
 
     def add_answer(self, text: str, reasoning: str = "", calls: Sequence[tuple[str, str, Any]] = ()) -> None:
         """Add what the assistant wrote: a text, its reasoning, and calls with their id, function and arguments."""
-        message: dict[str, Any] = {"role": "assistant", "content": text}
+        if not (text or reasoning or calls):
+            return
+        if not self.found or self.found[-1]["role"] != "assistant":
+            self.found.append({"role": "assistant", "content": []})
+        last = self.found[-1]
+        last["content"] += [text] if text else []
         if reasoning:
-            message["reasoning_content"] = reasoning
-        if calls:
-            message["tool_calls"] = [
-                {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
-                for id, name, arguments in calls
-            ]
-            self.names.update({id: name for id, name, _ in calls})
-        last = self.found[-1] if self.found else {}
-        if last.get("role") == "assistant":
-            last["content"] += message["content"]
-            if reasoning:
-                last["reasoning_content"] = "\n".join(filter(None, (last.get("reasoning_content"), reasoning)))
-            if calls:
-                last["tool_calls"] = [*last.get("tool_calls", ()), *message["tool_calls"]]
-        elif len(message) > 2 or message["content"]:
-            self.found.append(message)
+            last.setdefault("reasoning_content", []).append(reasoning)
+        for id, name, arguments in calls:
+            self.names[id] = name
+            call = {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+            last.setdefault("tool_calls", []).append(call)
 
     def add_result(self, call_id: str, text: str) -> None:
         """Add the result of a call."""
-        last, before = self.found[-1:], self.found[-2:-1]
-        if (
-            not self.can.text_after_result
-            and last
-            and last[0]["role"] == "user"
-            and before
-            and "tool_calls" in before[0]
-        ):
-            text = "\n\n".join([*self.found.pop()["content"], text])
-        message: dict[str, Any] = {"role": "tool", "tool_call_id": call_id, "content": text}
+        before, last = ([{}, {}, *self.found[-2:]])[-2:]
+        texts = [text]
+        if not self.can.text_after_result and last.get("role") == "user" and "tool_calls" in before:
+            texts = [*self.found.pop()["content"], text]
+        message: dict[str, Any] = {"role": "tool", "tool_call_id": call_id, "content": texts}
         if name := self.names.get(call_id):
             message["name"] = name
         self.found.append(message)
 
     def rendered(self) -> list[dict[str, Any]]:
         """Return the messages, each with one text: some templates would join several without anything between."""
-        return [
-            {**message, "content": "\n".join(message["content"])} if isinstance(message["content"], list) else message
-            for message in self.found
-        ]
+        found = []
+        for message in self.found:
+            joined = {**message, "content": _BETWEEN[message["role"]].join(message["content"])}
+            if "reasoning_content" in message:
+                joined["reasoning_content"] = "\n".join(message["reasoning_content"])
+            found.append(joined)
+        return found
 
     def _belong_to_result(self, texts: Sequence[str]) -> bool:
         """Return whether texts after a result become part of it. A reminder is no question: after one, templates would

@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 import msgspec
+import msgspec.inspect
 
 from jaxserve.errors import InvalidRequestError
 
@@ -22,9 +23,9 @@ _MORE_VALUES = re.compile(rb'(?:[^",]*+(?:%b[^",]*+)*+,){%d}+' % (_STRING, _MAX_
 _MORE_PARTS = re.compile(rb'(?:[^"\[{]*+(?:%b|[\[{])){%d}+' % (_STRING, _MAX_PARTS + 1), re.DOTALL)
 
 
-def decode_body[T](decoder: msgspec.json.Decoder[T], body: bytes, fields: tuple[str, ...]) -> T:
-    """Decode `body`. Raises `InvalidRequestError` naming the field at fault; for an unknown field it suggests the
-    nearest of `fields`."""
+def decode_body[T: msgspec.Struct](decoder: msgspec.json.Decoder[T], body: bytes, kind: type[T]) -> T:
+    """Decode `body` as a struct of this kind. Raises `InvalidRequestError` naming the field at fault; for an unknown
+    field it suggests the nearest one."""
     _check_size(body)
     try:
         try:
@@ -32,7 +33,7 @@ def decode_body[T](decoder: msgspec.json.Decoder[T], body: bytes, fields: tuple[
         except msgspec.ValidationError as error:
             return decoder.decode(_with_integers(body, error))
     except msgspec.ValidationError as error:
-        raise validation_error(str(error), fields=fields, body=body) from error
+        raise validation_error(str(error), kind=kind, body=body) from error
     except RecursionError as error:
         raise InvalidRequestError("The JSON body is nested too deep") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -78,23 +79,54 @@ def _integers(value: Any) -> Any:
 
 
 def validation_error(
-    problem: str, where: str = "", *, fields: tuple[str, ...] = (), body: bytes = b""
+    problem: str, where: str = "", *, kind: type[msgspec.Struct], body: bytes = b""
 ) -> InvalidRequestError:
-    """Return the client's error for `problem`, the text of a `msgspec.ValidationError` in the value at `where`."""
-    message, _, path = problem.partition(" - at `$")
-    path = (where + path.rstrip("`")).lstrip(".")
+    """Return the client's error for `problem`, the text of a `msgspec.ValidationError` in the value at `where`, which
+    should be of this kind."""
+    message, _, inner = problem.partition(" - at `$")
+    inner = inner.rstrip("`")
+    path = (where + inner).lstrip(".")
     if message.startswith(("Object contains unknown field", "Object missing required field")):
         name = message.split("`")[1][:_MAX_SHOWN]
         full = f"{path}.{name}" if path else name
         if message.startswith("Object missing"):
             return InvalidRequestError(f"Field {full!r} is required", param=full)
-        near = difflib.get_close_matches(name, fields, n=1) if not path else []
+        near = difflib.get_close_matches(name, kind.__struct_fields__, n=1) if path == where else []
         advice = f"did you mean {near[0]!r}?" if near else "leave it out"
         return InvalidRequestError(f"Unknown field {full!r}; {advice}", param=full)
     if not path:
         return InvalidRequestError(f"The body must be a JSON object: {message}")
-    got = "" if ", got" in message or message.startswith(("Invalid value", "Invalid enum")) else _got(body, path)
+    if message.startswith(("Invalid value", "Invalid enum value")):
+        possible = ", ".join(map(str, _possible_values(kind, inner)))
+        shown = message[:_MAX_SHOWN]
+        return InvalidRequestError(f"{path}: {shown[0].lower()}{shown[1:]}; it can be {possible}", param=path)
+    got = "" if ", got" in message else _got(body, path)
     return InvalidRequestError(f"{path}: {message[0].lower()}{message[1:].replace(' | null', '')}{got}", param=path)
+
+
+def _possible_values(kind: type[msgspec.Struct], path: str) -> list[object]:
+    """Return the values that the part at `path` of a struct can have, which are few."""
+    options: list[Any] = [msgspec.inspect.type_info(kind)]
+    found: list[object] = []
+    for name in re.findall(r"[^.\[\]]+|\[", path):
+        inner = []
+        for one in options:
+            if isinstance(one, msgspec.inspect.StructType):
+                inner += [field.type for field in one.fields if field.encode_name == name]
+                found += [one.tag] if one.tag_field == name else []
+            elif isinstance(one, msgspec.inspect.ListType) and name == "[":
+                inner.append(one.item_type)
+        options = [option for one in inner for option in _options(one)]
+    return found + [value for one in options if isinstance(one, msgspec.inspect.LiteralType) for value in one.values]
+
+
+def _options(kind: msgspec.inspect.Type) -> list[Any]:
+    """Return the types of which a value has one."""
+    if isinstance(kind, msgspec.inspect.Metadata):
+        return _options(kind.type)
+    if isinstance(kind, msgspec.inspect.UnionType):
+        return [option for one in kind.types for option in _options(one)]
+    return [kind]
 
 
 def _got(body: bytes, path: str) -> str:

@@ -31,7 +31,7 @@ class JsonEndpoint[T: msgspec.Struct]:
         self._state = state
         self._handle = handle
         self._decoder = msgspec.json.Decoder(body)
-        self._fields = body.__struct_fields__
+        self._body = body
         self._preprocess: Callable[[bytes], bytes] = getattr(body, "preprocess_body", bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -40,7 +40,7 @@ class JsonEndpoint[T: msgspec.Struct]:
             try:
                 self._state.require_loaded()
                 read = await exchange.read_body(self._state.config.max_body_bytes)
-                body = decode_body(self._decoder, self._preprocess(read), self._fields)
+                body = decode_body(self._decoder, self._preprocess(read), self._body)
                 model: str | None = getattr(body, "model", None)
                 if model is not None and model != self._state.model_name:
                     raise unknown_model(model, self._state.model_name)

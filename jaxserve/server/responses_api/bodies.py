@@ -157,10 +157,10 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     background: Literal[False] = False
     store: bool
     service_tier: Literal["default"] = "default"
-    metadata: Any
-    user: Any
-    safety_identifier: Any
-    prompt_cache_key: Any
+    metadata: JsonValue
+    user: JsonValue
+    safety_identifier: JsonValue
+    prompt_cache_key: JsonValue
 
 
 class DeletedResponse(msgspec.Struct, kw_only=True):

@@ -44,7 +44,9 @@ def conversation(
     reader.finish()
     messages = reader.messages.rendered()
     if all(message["role"] == "system" for message in messages):
-        raise InvalidRequestError("input has no message; send a text or items", param="input")
+        raise InvalidRequestError(
+            "input has nothing to answer; send a text, or items with a message of the user", param="input"
+        )
     effort = None if request.reasoning is None else request.reasoning.effort
     return Conversation(
         messages,

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from jaxserve.api_types import FinishReason
-from jaxserve.server.errors import HttpError
+from jaxserve.server.errors import HttpError, UnavailableError
 from jaxserve.server.generation.answers import AnswerPart
 from jaxserve.server.generation.responder import ResponseChoice, ResponseShape, TotalUsage
 from jaxserve.server.generation.token_logprobs import TokenLogprobInfo, token_logprobs
@@ -53,7 +53,10 @@ class OutputOptions:
 
 
 class ResponsesShape(ResponseShape):
-    """Writes the one answer of a request into the response `begun`. `on_end` gets the response when it has ended."""
+    """Writes the one answer of a request into the response `begun`. `on_end` gets the response when it has ended.
+
+    One that is aborted was cancelled, unless the server `is_draining`: then it has failed.
+    """
 
     follows = True
 
@@ -65,12 +68,14 @@ class ResponsesShape(ResponseShape):
         on_end: Callable[[ResponseObject], None],
         *,
         streams: bool,
+        is_draining: Callable[[], bool],
     ) -> None:
         self._response = begun
         self._options = options
         self._tokenizer = tokenizer
         self._on_end = on_end
         self._streams = streams
+        self._is_draining = is_draining
         self._number = 0
         self._items: list[OutputItem] = []
         self._writer: ItemWriter | None = None
@@ -136,6 +141,8 @@ class ResponsesShape(ResponseShape):
 
     def _ended(self, usage: TotalUsage) -> ResponseObject:
         assert self._end is not None
+        if self._end is FinishReason.ABORT and self._is_draining():
+            raise UnavailableError("The server has shut down before the response was complete")
         is_cut = self._end is FinishReason.LENGTH
         status: ResponseStatus = "completed"
         if self._end is not FinishReason.STOP:

@@ -75,7 +75,12 @@ _KINDS: dict[str, type[msgspec.Struct]] = {
     "custom_tool_call_output": CallOutputInput,
 }
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
-_PARTS = {"input_image": "images", "input_file": "files", "input_audio": "audio", "computer_screenshot": "screenshots"}
+_PARTS = {
+    "input_image": "images are not supported",
+    "input_file": "files are not supported",
+    "input_audio": "audio is not supported",
+    "computer_screenshot": "screenshots are not supported",
+}
 
 
 class InputReader:
@@ -95,7 +100,7 @@ class InputReader:
         try:
             item = msgspec.convert(given, _KINDS[kind])
         except msgspec.ValidationError as error:
-            raise validation_error(str(error), where) from error
+            raise validation_error(str(error), where, kind=_KINDS[kind]) from error
         match item:
             case InputMessage("assistant"):
                 self.messages.add_answer(_text(item.content, f"{where}.content"))
@@ -125,6 +130,11 @@ class InputReader:
         return _text(item.summary or [], f"{where}.summary", "\n") if packed is None else packed
 
     def _add_call(self, call_id: str, name: str, arguments: str | dict[str, Any], where: str) -> None:
+        if call_id in self._open_calls or call_id in self._closed_calls:
+            raise InvalidRequestError(
+                f"{where}.call_id: {call_id[:100]!r} is the id of an earlier call too; send each call once",
+                param=f"{where}.call_id",
+            )
         self._open_calls[call_id] = where
         self.messages.add_answer("", calls=[(call_id, name, arguments)])
 
@@ -156,8 +166,7 @@ def _texts(content: str | Sequence[InputPart], where: str) -> list[str]:
         text = part.text if part.type in _TEXTS else part.refusal if part.type == "refusal" else None
         if text is None:
             place = f"{where}[{number}]"
-            named = _PARTS.get(part.type)
-            problem = f"{named} are not supported" if named else "no text of it is read"
+            problem = _PARTS.get(part.type, f"only {', '.join(_TEXTS)} with a text, and refusal, are read")
             raise InvalidRequestError(
                 f"{place} has type {part.type[:40]!r}: {problem}; leave it out, or describe it in a text", param=place
             )

@@ -1,7 +1,7 @@
 """The form in which reasoning is sent to clients that send it back without showing it (`encrypted_content`).
 
 It is no secret. What is read is never more than reasoning: texts of special tokens, which could begin a message of
-another role, are left out.
+another role, are replaced.
 """
 
 from __future__ import annotations
@@ -28,6 +28,4 @@ def unpacked(content: str, special_texts: Sequence[str]) -> str | None:
     except (binascii.Error, ValueError):
         return None
     special = re.compile("|".join(map(re.escape, special_texts)) or "(?!)")
-    while special.search(text):  # what is left may spell another one
-        text = special.sub("", text)
-    return text
+    return special.sub("\ufffd", text)  # without anything in its place, what is left could spell another one

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -38,11 +39,12 @@ from jaxserve.server.responses_api.protocol import (
     ResponsesRequest,
     TextSettings,
 )
-from jaxserve.server.responses_api.stored import lost_response
+from jaxserve.server.responses_api.stored import stored_items, stored_response
 from jaxserve.server.responses_api.tools import ResponsesTools
 from jaxserve.server.server_state import LoadedModel, ServerState
 
-_PREFIXES = {"reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
+# A client's X-Request-Id becomes part of a path.
+_PLAIN_ID = re.compile(r"[\w.\-]{1,200}", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ async def create_response(state: ServerState, exchange: HttpExchange, request: R
     include = request.include or []
     logprobs = (request.top_logprobs or 0) if request.top_logprobs or TEXT_LOGPROBS in include else None
     sampling = sampling_params(request, max_tokens=limit, logprobs=logprobs)
-    response_id = f"resp_{exchange.request_id}"
+    response_id = f"resp_{exchange.request_id if _PLAIN_ID.fullmatch(exchange.request_id) else uuid.uuid4().hex}"
     requests = engine_requests(
         loaded,
         response_id,
@@ -86,8 +88,10 @@ async def create_response(state: ServerState, exchange: HttpExchange, request: R
         names=asked.tools.names,
     )
 
+    begun = _begun(state, request, sampling, response_id)
+
     def keep(response: ResponseObject) -> None:
-        if request.store is False:
+        if not begun.store:
             return
         output = [StoredItem(item.id, msgspec.json.encode(item)) for item in response.output]
         body = msgspec.json.encode(response)
@@ -95,7 +99,7 @@ async def create_response(state: ServerState, exchange: HttpExchange, request: R
 
     streams = bool(request.stream)
     shape = ResponsesShape(
-        _begun(state, request, sampling, response_id), options, loaded.tokenizer, keep, streams=streams
+        begun, options, loaded.tokenizer, keep, streams=streams, is_draining=lambda: state.phase == "draining"
     )
     with state.responses.writing(response_id, lambda status: msgspec.json.encode(shape.so_far(status))):
         await respond(state, loaded, exchange, requests, shape, stream=streams, ids=(response_id,), plan=answer.plan)
@@ -117,21 +121,21 @@ async def _read(state: ServerState, loaded: LoadedModel, request: ResponsesInput
         raise InvalidRequestError("stream_options needs stream to be true", param="stream_options")
     continued, items = None, list[tuple[str, Mapping[str, Any]]]()
     if request.previous_response_id is not None:
-        stored = await state.stored_response(request.previous_response_id)
-        if stored is None:
-            raise lost_response(request.previous_response_id, "previous_response_id", "previous_response_not_found")
+        stored = await stored_response(
+            state, request.previous_response_id, "previous_response_id", "previous_response_not_found"
+        )
         before = [*stored.input, *stored.output]
         continued = request.previous_response_id, before
         items += [("previous_response_id", msgspec.json.decode(item.json)) for item in before]
     new = [await _looked_up(state, item, f"input[{at}]") for at, item in enumerate(_given(request.input))]
-    if not new:
-        raise InvalidRequestError("input is required: send a text or a list of items", param="input")
     items += [(f"input[{at}]", item) for at, item in enumerate(new)]
+    if not items:
+        raise InvalidRequestError("input is required: send a text or a list of items", param="input")
     tools = ResponsesTools.of(request.tools)
     special = loaded.tokenizer.special_texts()
     asked = conversation(request, tools, items, await template_abilities(loaded), special)
-    stored_input = [] if getattr(request, "store", None) is False else [_stored(item) for item in new]
-    return _ReadRequest(asked, tools, stored_input, continued)
+    kept = [] if getattr(request, "store", None) is False else stored_items(new, continued[1] if continued else ())
+    return _ReadRequest(asked, tools, kept, continued)
 
 
 def _given(input: str | list[dict[str, Any]] | None) -> list[dict[str, Any]]:
@@ -144,7 +148,9 @@ async def _looked_up(state: ServerState, item: dict[str, Any], where: str) -> di
     """Return an item, or that of a stored response which it refers to."""
     if kind_of(item) != "item_reference":
         return item
-    name = str(item.get("id"))
+    name = item.get("id")
+    if not isinstance(name, str) or not name:
+        raise InvalidRequestError(f"{where}.id is required: it names an item of a stored response", param=f"{where}.id")
     found = await state.stored_item(name)
     if found is None:
         raise HttpError(
@@ -152,15 +158,6 @@ async def _looked_up(state: ServerState, item: dict[str, Any], where: str) -> di
         )
     decoded: dict[str, Any] = msgspec.json.decode(found)
     return decoded
-
-
-def _stored(item: dict[str, Any]) -> StoredItem:
-    """Return an item for the store, with a type and an id."""
-    kind = kind_of(item)
-    name = item.get("id")
-    if not isinstance(name, str) or not name:
-        name = f"{_PREFIXES.get(kind, 'msg' if kind == 'message' else 'item')}_{uuid.uuid4().hex}"
-    return StoredItem(name, msgspec.json.encode({**item, "type": kind, "id": name}))
 
 
 async def _prepare(
@@ -212,11 +209,11 @@ def _begun(state: ServerState, request: ResponsesRequest, sampling: SamplingPara
         top_p=sampling.top_p,
         top_logprobs=request.top_logprobs or 0,
         truncation=request.truncation or "disabled",
-        store=request.store is not False,
-        metadata=request.metadata or {},
-        user=request.user,
-        safety_identifier=request.safety_identifier,
-        prompt_cache_key=request.prompt_cache_key,
+        store=request.store is not False and state.config.max_stored_responses > 0,
+        metadata=_raw(request.metadata or {}),
+        user=_raw(request.user),
+        safety_identifier=_raw(request.safety_identifier),
+        prompt_cache_key=_raw(request.prompt_cache_key),
     )
 
 

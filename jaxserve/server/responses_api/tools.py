@@ -116,8 +116,8 @@ class ResponsesTools:
 
     def _add(self, given: dict[str, Any], where: str, namespace: NamespaceDefinition | None = None) -> None:
         kind = given.get("type")
-        if kind not in _DEFINITIONS or (namespace is not None and kind == "namespace"):
-            raise _refused(kind, where)
+        if not isinstance(kind, str) or kind not in _DEFINITIONS or (namespace is not None and kind == "namespace"):
+            raise _refused(kind, where, _CHOOSABLE if namespace is None else _CHOOSABLE[:2])
         if kind == "function" and isinstance(given.get("function"), dict):
             raise InvalidRequestError(
                 f"{where}.function: this route has the fields of a function in the tool itself; move them there",
@@ -147,7 +147,7 @@ class ResponsesTools:
     def _chosen(self, given: dict[str, Any], where: str) -> list[str]:
         """Return the names that the model sees of a tool that was chosen, or of all in a namespace."""
         if given.get("type") not in _CHOOSABLE:
-            raise _refused(given.get("type"), where)
+            raise _refused(given.get("type"), where, _CHOOSABLE)
         chosen = _converted(given, ChosenTool, where)
         if chosen.type == "namespace":
             inside = [name for name, (namespace, _) in self.names.items() if namespace == chosen.name]
@@ -163,13 +163,13 @@ def _converted(given: Mapping[str, Any], kind: Any, where: str) -> Any:
     try:
         return msgspec.convert(given, kind)
     except msgspec.ValidationError as error:
-        raise validation_error(str(error), where, fields=kind.__struct_fields__) from error
+        raise validation_error(str(error), where, kind=kind) from error
 
 
-def _refused(kind: Any, where: str) -> InvalidRequestError:
+def _refused(kind: Any, where: str, possible: tuple[str, ...]) -> InvalidRequestError:
     """Return the error for a tool that isn't the client's own."""
-    if kind is None:
-        text = f"{where}.type is required; it is function, custom or namespace"
+    if not isinstance(kind, str) or kind in ("", "none", "auto", "required", *_DEFINITIONS):
+        text = f"{where}.type must be one of {', '.join(possible)}, got {str(kind)[:40]!r}"
     else:
         text = (
             f"{where}: {str(kind)[:60]!r} is a tool that OpenAI runs or defines, and this server has none; leave it "

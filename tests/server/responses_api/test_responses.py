@@ -197,7 +197,7 @@ async def test_counting_tokens(server: ServerUnderTest):
     [
         ({"input": None}, "input", "send a text or a list of items"),
         ({"input": []}, "input", "send a text or a list of items"),
-        ({"input": [{"role": "system", "content": "x"}]}, "input", "no message"),
+        ({"input": [{"role": "system", "content": "x"}]}, "input", "nothing to answer"),
         ({"input": 5}, "input", ""),
         ({"messages": [{"role": "user"}]}, "messages", "send them as input"),
         ({"max_tokens": 5}, "max_tokens", "max_output_tokens"),
@@ -247,6 +247,21 @@ async def test_an_engine_that_dies_fails_the_stream():
         assert "gone" in failed["response"]["error"]["message"]
         kept = (await server.http.get(f"{PATH}/{failed['response']['id']}")).json()
         assert kept == failed["response"]
+
+
+async def test_a_stream_that_a_shutdown_ends_has_failed():
+    async with over_socket() as server:
+        server.engine.hold()
+        tasks = [
+            asyncio.create_task(server.http.post(PATH, json={"input": "a", "stream": one})) for one in (True, False)
+        ]
+        await server.engine.wait_for(lambda: server.engine.num_running == 2)
+        await server.engine.step()
+        server.state.mark_draining()
+        server.state.abort_own()
+        streamed, whole = await asyncio.gather(*tasks)
+        assert "event: response.failed" in streamed.text
+        assert (whole.status_code, "shut down" in whole.text) == (503, True)
 
 
 async def test_a_disconnect_ends_the_request():

@@ -24,16 +24,21 @@ class Clock:
         return self.now
 
 
+def own_id(name: str) -> str:
+    """Return an id as the server makes them."""
+    return f"msg_{name.encode().hex():0>32}"
+
+
 def put(store: ResponseStore, name: str, previous: str | None = None, size: int = 10) -> None:
     """Put a response with two items of a size."""
     before = store.get(previous) if previous else None
     continued = None if before is None else (str(previous), [*before.input, *before.output])
-    items = [StoredItem(f"{name}-{part}", b"x" * size) for part in ("in", "out")]
+    items = [StoredItem(own_id(f"{name}-{part}"), b"x" * size) for part in ("in", "out")]
     store.put(name, b"b" * size, continued=continued, input=items[:1], output=items[1:])
 
 
 def names(items: list[StoredItem]) -> list[str]:
-    return [item.id for item in items]
+    return [bytes.fromhex(item.id.removeprefix("msg_")).lstrip(b"\0").decode() for item in items]
 
 
 def test_a_response_has_the_items_of_all_turns():
@@ -58,9 +63,9 @@ def test_a_response_needs_no_other_to_stay():
     found = store.get("b")
     assert found is not None
     assert names(found.input) == ["a-in", "a-out", "b-in"]
-    assert store.item("a-out") == b"x" * 10
+    assert store.item(own_id("a-out")) == b"x" * 10
     assert store.delete("b")
-    assert (len(store), store.num_bytes, store.item("a-out")) == (0, 0, None)
+    assert (len(store), store.num_bytes, store.item(own_id("a-out"))) == (0, 0, None)
 
 
 def test_what_was_not_used_for_longest_goes_first():
@@ -75,27 +80,45 @@ def test_what_was_not_used_for_longest_goes_first():
 
 def test_bounds_of_size_and_age():
     clock = Clock()
-    store = ResponseStore(99, 200, 60, clock)
-    put(store, "a", size=31)
-    put(store, "b", size=31)
-    assert store.get("a") is None  # 102 bytes each, with the ids
-    assert store.num_bytes <= 200
-    put(store, "c", size=1000)
-    assert (len(store), store.num_bytes) == (0, 0)
-    put(store, "d")
+    store = ResponseStore(99, 4000, 60, clock)
+    put(store, "a", size=100)
+    put(store, "b", size=100)  # 1974 bytes each, with ids and what they take besides
+    put(store, "c", size=100)
+    assert [store.get(name) is not None for name in "abc"] == [False, True, True]
+    put(store, "d", size=3000)
+    put(store, "e", "c", size=600)  # with the turn before it, it is too large
+    assert [store.get(name) is not None for name in "bcde"] == [True, True, False, False]
     clock.now = 59
-    assert store.get("d") is not None
+    assert store.get("b") is not None
+    assert store.item(own_id("c-in")) is not None
     clock.now = 118
-    assert store.get("d") is not None
-    clock.now = 179
-    assert store.get("d") is None
-    assert store.num_bytes == 0
+    assert store.get("b") is not None
+    clock.now = 120
+    store.expire()
+    assert [store.item(own_id(f"{name}-in")) is not None for name in "bc"] == [True, False]
+    clock.now = 181
+    store.expire()
+    assert (len(store), store.num_bytes, store._items) == (0, 0, {})
+
+
+def test_an_item_is_that_of_the_first_response_that_had_it():
+    store = ResponseStore(99, 10**6, 60)
+    put(store, "a")
+    other = StoredItem(own_id("a-out"), b"forged")
+    store.put("b", b"", continued=None, input=[other, StoredItem("mine", b"x")], output=[])
+    assert store.item(other.id) == b"x" * 10
+    assert store.item("mine") is None  # another client may have chosen it, too
+    store.delete("b")
+    assert store.item(other.id) == b"x" * 10
+    put(store, "c", "a")
+    store.delete("a")
+    assert store.item(other.id) == b"x" * 10
 
 
 def test_what_is_counted_is_what_is_kept():
     rng = random.Random(5)
     clock = Clock()
-    store = ResponseStore(12, 900, 50, clock)
+    store = ResponseStore(12, 12_000, 50, clock)
     known: list[str] = []
     for step in range(3000):
         clock.now += rng.random()
@@ -112,12 +135,10 @@ def test_what_is_counted_is_what_is_kept():
             while turn is not None:
                 turns[id(turn)] = turn
                 turn = turn.before
-        bodies = sum(len(entry.body) for entry in store._entries.values())
-        assert store.num_bytes == bodies + sum(turn.size for turn in turns.values()) <= 900
+        bodies = sum(entry.size for entry in store._entries.values())
+        assert store.num_bytes == bodies + sum(turn.size for turn in turns.values()) <= 12_000
         assert len(store) <= 12
-        kept = {item.id for turn in turns.values() for item in turn.items}
-        assert set(store._items) <= kept  # of two items with one id, the later one is found
-        assert all(store.item(name) is not None for name in store._items)
+        assert set(store._items) == {item.id for turn in turns.values() for item in turn.items}
 
 
 async def get(server: ServerUnderTest, path: str, status: int = 200) -> dict[str, Any]:
@@ -157,6 +178,53 @@ async def test_clients_that_choose_one_id_twice():
         assert (len(server.state.responses), server.state.responses.num_bytes) == (0, 0)
 
 
+async def test_a_conversation_goes_on_without_new_input():
+    async with over_asgi(engine=writes("Hi.")) as server:
+        first = await ask(server, input="one")
+        await ask(server, input=[], previous_response_id=first["id"])
+        assert prompt_of(server) == "user\none\nassistant\nHi.\nassistant\n"
+
+
+async def test_items_that_are_sent_twice_have_ids_of_their_own():
+    async with over_asgi(engine=writes("Hi.")) as server:
+        first = await ask(server, input="one")
+        [answer] = first["output"]
+        twice = [{"role": "user", "content": "x", "id": "mine"}] * 2
+        second = await ask(server, input=[answer, *twice], previous_response_id=first["id"])
+        listed = (await get(server, f"{second['id']}/input_items"))["data"]
+        assert len(listed) == len({item["id"] for item in listed}) == 5
+
+
+async def test_a_response_that_is_still_written():
+    async with over_asgi(engine=writes("Hi.")) as server:
+        server.engine.hold()
+        task = asyncio.create_task(server.http.post(PATH, json={"input": "a"}, headers={"x-request-id": "mine"}))
+        await server.engine.wait_for(lambda: server.engine.num_running == 1)
+        error = await ask(server, 400, previous_response_id="resp_mine")
+        assert "still being written" in error["message"]
+        assert (await server.http.delete(f"{PATH}/resp_mine")).status_code == 400
+        server.engine.release()
+        assert (await task).status_code == 200
+
+
+@pytest.mark.parametrize("name", ["a/b", "x" * 256, "é"])
+async def test_ids_of_requests_that_can_be_no_part_of_a_path(name: str):
+    async with over_asgi(engine=writes("Hi.")) as server:
+        answer = await server.http.post(PATH, json={"input": "a"}, headers={"x-request-id": name.encode()})
+        response = answer.json()
+        assert await get(server, response["id"]) == response
+        await ask(server, previous_response_id=response["id"])
+
+
+async def test_a_response_as_deep_as_a_body_may_be():
+    deep = "[" * 1400 + "]" * 1400
+    body = '{"input": "a", "stream": true, "metadata": ' + deep + ', "user": ' + deep + "}"
+    async with over_asgi(engine=writes("Hi.")) as server:
+        answer = await server.http.post(PATH, content=body)
+        assert "event: response.completed" in answer.text
+        assert len(server.state.responses) == 1
+
+
 async def test_nothing_is_kept_that_is_not_to_be_stored():
     async with over_asgi(engine=writes("Hi.")) as server:
         response = await ask(server, store=False)
@@ -170,19 +238,22 @@ async def test_nothing_is_kept_that_is_not_to_be_stored():
 
 async def test_a_server_that_keeps_nothing():
     async with over_asgi(engine=writes("Hi."), max_stored_responses=0) as server:
-        await ask(server, 404, previous_response_id=(await ask(server))["id"])
+        response = await ask(server)
+        assert response["store"] is False
+        await ask(server, 404, previous_response_id=response["id"])
 
 
 async def test_references_to_items():
     async with over_asgi(engine=writes("Hi.")) as server:
-        first = await ask(server, input=[{"role": "user", "content": "one", "id": "msg_mine"}])
+        first = await ask(server, input=[{"role": "user", "content": "one"}])
         [message] = first["output"]
-        references = [{"type": "item_reference", "id": "msg_mine"}, {"id": message["id"]}]
+        [question] = (await get(server, f"{first['id']}/input_items"))["data"]
+        references = [{"type": "item_reference", "id": question["id"]}, {"id": message["id"]}]
         second = await ask(server, input=[*references, {"role": "user", "content": "two"}])
         assert prompt_of(server) == "user\none\nassistant\nHi.\nuser\ntwo\nassistant\n"
         await server.http.delete(f"{PATH}/{first['id']}")
         listed = await get(server, f"{second['id']}/input_items?order=asc")
-        assert [item["id"] for item in listed["data"]][:2] == ["msg_mine", message["id"]]
+        assert [item["id"] for item in listed["data"]][:2] == [question["id"], message["id"]]
 
 
 async def test_pages_of_input_items():
@@ -203,7 +274,7 @@ async def test_pages_of_input_items():
                 break
             after = f"&after={page['last_id']}"
         assert found == everything["data"][::-1]
-        for query in ("limit=0", "limit=101", "limit=x", "order=up", "after=nobody"):
+        for query in ("limit=0", "limit=101", "limit=x", f"limit={'9' * 5000}", "order=up", "after=nobody"):
             error = await get(server, f"{second['id']}/input_items?{query}", 400)
             assert error["error"]["param"] == query.partition("=")[0]
 
@@ -252,7 +323,7 @@ async def test_many_clients_fill_the_store_past_its_bounds():
                 last = json.loads(answer.text.rstrip().rpartition("data: ")[2]) if body["stream"] else answer.json()
                 previous = last["response"]["id"] if body["stream"] else last["id"]
                 assert len(server.state.responses) <= 40
-                assert server.state.responses.num_bytes <= 60_000
+                assert server.state.responses.num_bytes <= 100_000
 
         await asyncio.gather(*map(client, range(64)))
         assert lost > 0

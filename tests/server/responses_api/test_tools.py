@@ -139,7 +139,8 @@ async def test_one_call_if_calls_are_not_to_be_parallel():
     [
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "this server has none; leave it out, or define"),
         ({"tools": [{"type": "mcp", "server_label": "x"}]}, "tools[0].type", "'mcp'"),
-        ({"tools": [{"name": "f"}]}, "tools[0].type", "function, custom or namespace"),
+        ({"tools": [{"name": "f"}]}, "tools[0].type", "must be one of function, custom, namespace"),
+        ({"tools": [{"type": [], "name": "f"}]}, "tools[0].type", "must be one of"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools[0].function", "move them there"),
         ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name", ""),
         ({"tools": [{"type": "function", "name": "f", "parameters": {"type": "array"}}]},
@@ -147,7 +148,7 @@ async def test_one_call_if_calls_are_not_to_be_parallel():
         ({"tools": [{"type": "function", "name": "f", "strange": 1}]}, "tools[0].strange", "Unknown field"),
         ({"tools": [WEATHER, WEATHER | {"description": "x"}]}, "tools[1].name", "another tool too"),
         ({"tools": [SKY, {"type": "custom", "name": "sky.time"}]}, "tools[1].name", "another tool too"),
-        ({"tools": [SKY | {"tools": [SKY]}]}, "tools[0].tools[0].type", "'namespace'"),
+        ({"tools": [SKY | {"tools": [SKY]}]}, "tools[0].tools[0].type", "function, custom, got 'namespace'"),
         ({"tools": [PATCH | {"format": {"type": "grammar"}}]}, "tools[0].format.", ""),
         ({"tools": [PATCH | {"format": GRAMMAR | {"syntax": "ebnf"}}]}, "tools[0].format.syntax", "ebnf"),
         ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
