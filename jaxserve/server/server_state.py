@@ -277,17 +277,21 @@ class ServerState:
 
     async def stored_response(self, response_id: str) -> StoredResponse | None:
         """Return a response that some API process keeps, or None."""
-        found = await self._ask_first(ResponseQuestion(response_id))
+        own = self.responses.get(response_id)
+        if own is not None:
+            return own
+        found = await self._ask_others(ResponseQuestion(response_id))
         return None if found is None else msgspec.convert(found, StoredResponse)
 
     async def stored_item(self, item_id: str) -> bytes | None:
         """Return an item of a response that some API process keeps, as JSON, or None."""
-        found: bytes | None = await self._ask_first(ItemQuestion(item_id))
+        found: bytes | None = self.responses.item(item_id) or await self._ask_others(ItemQuestion(item_id))
         return found
 
     async def open_response(self, response_id: str, *, cancels: bool = False) -> bytes | None:
         """Return a response that some API process is writing, as JSON, or None. With `cancels`, it is aborted."""
-        found: bytes | None = await self._ask_first(OpenResponseQuestion(response_id, cancels))
+        question = OpenResponseQuestion(response_id, cancels)
+        found: bytes | None = self.answer(question) or await self._ask_others(question)
         return found
 
     async def delete_response(self, response_id: str) -> bool:
@@ -297,11 +301,8 @@ class ServerState:
     async def _ask_all(self, question: Question) -> list[Any]:
         return [self.answer(question), *await self._siblings.ask(question)]
 
-    async def _ask_first(self, question: Question) -> Any:
-        """Return an answer that isn't None: that of this process, or else that of another."""
-        own = self.answer(question)
-        if own is not None:
-            return own
+    async def _ask_others(self, question: Question) -> Any:
+        """Return an answer of another API process that isn't None, if there is one."""
         return next((answer for answer in await self._siblings.ask(question) if answer is not None), None)
 
     def abort_own(self) -> int:
