@@ -94,7 +94,11 @@ def _call_rules(
 
 def _escaped(form: CallText) -> str:
     """Return the characters without which texts contain no mark, if marks within JSON end a call."""
-    return "<" if form.parameters is not None else "".join({"｜"} & {*form.end})
+    if form.parameters is None:
+        return "".join({"｜"} & {*form.end})
+    if form.parameters.stops and not form.parameters.quote:
+        return ""  # the reader of markup follows JSON texts to their end
+    return "<" if "<" in form.closing else "|"
 
 
 def _lark(start: str, rules: list[str]) -> str:

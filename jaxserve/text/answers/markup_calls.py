@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from jaxserve.text.answers.json_text import follow, json_type, skip_space
-from jaxserve.text.answers.parameters import parameter_schema, types_of
+from jaxserve.text.answers.parameters import LARK, parameter_schema, types_of
 from jaxserve.text.answers.reader import Format, Reader, Steps
 
 
@@ -24,6 +24,10 @@ class Markup(NamedTuple):
     value_end: re.Pattern[str]
 
 
+# What a custom tool with a grammar gets: a JSON text, in which no mark counts. Each end within one has the call read
+# anew.
+_TEXT = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
+_MAX_ENDS = 64
 _PYTHON_NAMES = {"true": "true", "false": "false", "none": "null", "null": "null"}
 _FUNCTION = re.compile(r"\s*<function=([^>\n]{1,256})>")
 _FUNCTION_END = re.compile(r"\s*(?:</function>|\Z)")
@@ -62,10 +66,15 @@ def markup(form: Markup, tools: Mapping[str, Any]) -> Format:
             opening = mark
             if mark.endswith("="):  # a call without the marks around it
                 end, opening = "</function>", ""
-            body, ended = yield from reader.take_until(end)
-            inside = body if opening else mark + body
-            calls = _calls(form, inside, tools, cut=not ended)
-            for name, arguments in calls:
+            body = ended = ""
+            calls = None
+            for _ in range(_MAX_ENDS):
+                more, again = yield from reader.take_until(end)
+                body, ended = body + ended + more, again
+                calls = _calls(form, body if opening else mark + body, tools, cut=not ended)
+                if calls is not None or not ended:
+                    break
+            for name, arguments in calls or ():
                 reader.add_call(name, arguments)
             if not calls:
                 reader.add("content", blanks + mark + body + ended)
@@ -77,8 +86,8 @@ def markup(form: Markup, tools: Mapping[str, Any]) -> Format:
     return read
 
 
-def _calls(form: Markup, text: str, tools: Mapping[str, Any], *, cut: bool) -> list[tuple[str, str]]:
-    """Return the calls in a text that holds nothing else; else none.
+def _calls(form: Markup, text: str, tools: Mapping[str, Any], *, cut: bool) -> list[tuple[str, str]] | None:
+    """Return the calls in a text that holds nothing else; else an empty list, or None if it ends within a JSON text.
 
     Models leave out end marks sometimes; but where the text may be `cut` off, a call without one may lack arguments.
     """
@@ -92,7 +101,13 @@ def _calls(form: Markup, text: str, tools: Mapping[str, Any], *, cut: bool) -> l
             key, at = parameter[1].strip(), parameter.end()
             types = types_of(parameter_schema(schema, key), schema)
             taken = None
-            if holds_json and types & {"object", "array"}:
+            if LARK in types and text.startswith('"', skip_space(text, at)):
+                given = _TEXT.match(text, skip_space(text, at))
+                if given is None:
+                    return None
+                ended = form.value_end.match(text, skip_space(text, given.end()))
+                taken = None if ended is None else (given[0], ended.end())
+            elif holds_json and types & {"object", "array"}:
                 taken = _take_json(text, at, form.value_end)
                 holds_json = taken is not None  # else looking again and again would take quadratic time
             arguments[key], at = taken or _take_value(text, at, form.value_end, types)

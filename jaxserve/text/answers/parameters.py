@@ -9,6 +9,8 @@ from jaxserve.text.answers.json_text import type_of
 from jaxserve.text.grammars.custom_text import CustomText
 from jaxserve.text.grammars.json_schema import resolved
 
+LARK = "lark"
+"""The type of a text in a grammar, which is written as JSON."""
 # The depth to which schemas within schemas are looked at.
 _MAX_DEPTH = 20
 
@@ -29,7 +31,7 @@ def types_of(schema: Any, root: Any, depth: int = 0) -> set[str]:
     """
     schema = resolved(schema, root)
     if isinstance(schema, CustomText):
-        return {"string" if schema.syntax == "regex" else "lark"}
+        return {"string" if schema.syntax == "regex" else LARK}
     if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
         return set()
     named = schema.get("type", [])

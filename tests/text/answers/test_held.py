@@ -13,7 +13,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from jaxserve.api_types import StructuredOutputs
-from jaxserve.text.answers.formats import AnswerFormats
+from jaxserve.text.answers.formats import CALL_FORMATS, AnswerFormats
 from jaxserve.text.answers.held import channels_grammar, either, whole_answer
 from jaxserve.text.answers.held_calls import calls_grammar, free_calls_grammar, held_calls
 from jaxserve.text.answers.reader import Part
@@ -317,6 +317,21 @@ def test_marks_within_json_are_no_marks():
         ("call", "search"),
         ("arguments", f'{{"words": {value}}}'),
     ]
+
+
+@pytest.mark.parametrize("mark", ["</parameter>", "</function>", "</tool_call>", "</tool_call>" * 70])
+def test_marks_within_the_input_of_a_custom_tool_are_no_marks(mark: str):
+    tools = {"run": {"type": "object", "properties": {"input": CustomText("lark", "start: /(?s:.*)/")}}}
+    value = json.dumps(f'if a < b: "{mark}"\n')
+    text = f"<tool_call>\n<function=run>\n<parameter=input>\n{value}\n</parameter>\n</function>\n</tool_call>"
+    parts = whole([CALL_FORMATS["qwen3_coder"].read(tools)], f"Well. {text}\n{text}")
+    calls = [("call", "run"), ("arguments", f'{{"input": {value}}}')]
+    if len(mark) < 100:
+        assert parts == [("content", "Well."), *calls, *calls]
+    else:  # so many are read as no call, and nothing is lost
+        assert parts == [("content", f"Well. {text}\n{text}")]
+    cut = text[: text.index(value) + 9]
+    assert whole([CALL_FORMATS["qwen3_coder"].read(tools)], cut) == [("content", cut)]
 
 
 def test_marks_within_the_arguments_of_a_message_are_no_marks():
