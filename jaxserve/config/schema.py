@@ -449,7 +449,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         int, Meta(description="number of /v1/responses that are kept in memory, to be continued or read by id; 0: none")
     ] = 1000
     max_stored_response_bytes: Annotated[
-        int, Meta(description="size of all responses that are kept; those that were not used for longest go first")
+        int, Meta(description="most bytes of all responses that are kept; the least recently used are forgotten first")
     ] = 256 * 2**20
     stored_response_seconds: Annotated[
         float, Meta(description="seconds for which a response is kept after its last use")

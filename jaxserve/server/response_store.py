@@ -21,7 +21,7 @@ type Snapshot = Callable[[OpenStatus], bytes]
 
 # What an item and a response take besides their texts, in bytes.
 _ITEM_BYTES, _RESPONSE_BYTES = 300, 1000
-# Ids that this server makes: nobody can guess another client's.
+# The ids that this server makes are random, so no client can guess an id of another one.
 _OWN_ID = re.compile(r"[a-z]+_[0-9a-f]{32}")
 
 
@@ -76,7 +76,7 @@ class _Entry:
 
 @dataclass
 class ResponseStore:
-    """The responses of one API process, of which those that were not used for longest go first.
+    """The responses of one API process. The least recently used are forgotten first.
 
     `max_age` is in seconds since the last use. After each change, `on_change` gets the number and the size of what is
     kept, and how many were evicted.

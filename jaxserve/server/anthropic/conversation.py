@@ -34,7 +34,8 @@ from jaxserve.server.anthropic.protocol import (
     ToolUsePart,
 )
 from jaxserve.server.generation.conversation import Conversation, TemplateOptions
-from jaxserve.server.generation.message_list import MessageList, TemplateAbilities, is_open_call
+from jaxserve.server.generation.message_fields import KNOWN_EFFORTS
+from jaxserve.server.generation.message_list import MessageList, TemplateAbilities
 from jaxserve.server.generation.tools import CallChoice, OfferedTool, ToolUse, tool_use
 from jaxserve.server.http.decoding import validation_error
 from jaxserve.server.http.fields import refuse_unsupported_fields
@@ -44,7 +45,6 @@ BILLING_HEADER = "x-anthropic-billing-header:"
 
 _ADDED = "This tool may be called from now on:\n"
 _REMOVED = "This tool may not be called any more: "
-_EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
 
 
 def conversation(request: CountTokensRequest, can: TemplateAbilities, *, keeps_billing_header: bool) -> Conversation:
@@ -63,7 +63,7 @@ def conversation(request: CountTokensRequest, can: TemplateAbilities, *, keeps_b
         raise InvalidRequestError("messages have no content; send a text", param="messages")
     last = messages.found[-1]
     continues = last["role"] == "assistant"
-    if is_open_call(last):
+    if continues and "tool_calls" in last:
         raise InvalidRequestError(
             "messages: the last message has a call without its result; add a message of the user with a tool_result",
             param="messages",
@@ -74,7 +74,7 @@ def conversation(request: CountTokensRequest, can: TemplateAbilities, *, keeps_b
             param="messages",
         )
     thinking, config = request.thinking, request.output_config
-    effort = None if config is None or config.effort is None else _EFFORTS[config.effort]
+    effort = None if config is None or config.effort is None else KNOWN_EFFORTS.get(config.effort, config.effort)
     return Conversation(
         messages.rendered(),
         TemplateOptions(continue_final_message=continues),

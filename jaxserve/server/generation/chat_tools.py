@@ -19,7 +19,7 @@ from jaxserve.server.generation.tools import (
     tool_use,
 )
 from jaxserve.server.http.fields import refuse_unsupported_fields
-from jaxserve.text.grammars.custom_text import CustomText
+from jaxserve.text.grammars.custom.custom_text import CustomText
 
 
 class ToolFunction(InertToolFields, kw_only=True, forbid_unknown_fields=True):

@@ -33,7 +33,7 @@ class UsageOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class InertFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The fields of a request: of OpenAI, Anthropic, OpenRouter, and those that belong into a client's own settings."""
+    """The fields of a request: OpenAI's, Anthropic's, OpenRouter's, and a client's own settings that reach the body."""
 
     user: Any = None
     metadata: Any = None

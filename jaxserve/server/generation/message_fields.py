@@ -125,6 +125,8 @@ CONTINUE_FINAL_MESSAGE = {
 Messages = Annotated[list[dict[str, Any]], explicit_schema({"type": "array", "items": _MESSAGE_SCHEMA, "minItems": 1})]
 _Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 EFFORTS: tuple[str, ...] = get_args(_Effort)
+KNOWN_EFFORTS = {"xhigh": "high", "max": "high"}
+"""What agents' routes say to templates, which know no more than three efforts, for those that they don't know."""
 ReasoningEffort = Annotated[_Effort, msgspec.Meta(extra_json_schema=bound_at_load("reasoning_effort"))]
 # A number of tokens, or -1 for no bound.
 ThinkingTokens = Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)]

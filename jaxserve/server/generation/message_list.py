@@ -3,7 +3,7 @@ message, and what a template can't show where it stands; knows no API's shapes."
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,8 +100,3 @@ class MessageList:
         """Return whether texts after a result become part of it. A reminder is no question: after one, templates would
         drop the reasoning before it."""
         return not self.can.text_after_result or all(text.startswith(_REMINDER) for text in texts)
-
-
-def is_open_call(message: Mapping[str, Any]) -> bool:
-    """Return whether a message that is the last one has a call without its result."""
-    return message["role"] == "assistant" and "tool_calls" in message

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from jaxserve.errors import InvalidRequestError
-from jaxserve.text.grammars.custom_text import CustomText
+from jaxserve.text.grammars.custom.custom_text import CustomText
 
 MAX_TOOLS = 1024
 _FUNCTION_NAME = "^[a-zA-Z0-9_./:-]{1,256}$"
@@ -66,8 +66,9 @@ class OfferedTool:
 
 @dataclass(frozen=True)
 class CallChoice:
-    """Which tools an answer may call: all, or those that are keys of `names`, whose values are the fields that name
-    them. With `required`, the answer is a call; with `named`, the request orders one tool by its name."""
+    """The choice among the tools of a request. With `required`, the answer is a call. If `names` is given, only these
+    tools may be called; each name has the field of the request that says it. With `named`, the request names one tool.
+    """
 
     required: bool = False
     names: Mapping[str, str] | None = None

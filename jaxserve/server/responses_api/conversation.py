@@ -8,6 +8,7 @@ from typing import Any
 from jaxserve.api_types import StructuredOutputs
 from jaxserve.errors import InvalidRequestError
 from jaxserve.server.generation.conversation import Conversation, TemplateOptions
+from jaxserve.server.generation.message_fields import KNOWN_EFFORTS
 from jaxserve.server.generation.message_list import MessageList, TemplateAbilities
 from jaxserve.server.generation.tools import tool_use
 from jaxserve.server.responses_api.items import InputReader
@@ -19,9 +20,6 @@ from jaxserve.server.responses_api.protocol import (
     TextSettings,
 )
 from jaxserve.server.responses_api.tools import ResponsesTools
-
-# Templates know no more than three efforts.
-_EFFORTS = {"xhigh": "high", "max": "high"}
 
 
 def conversation(
@@ -54,7 +52,7 @@ def conversation(
         tools=None if request.tool_choice == "none" else use,
         shown_tools=None if use is None else use.shown,
         form=_form(request.text or TextSettings()),
-        reasoning_effort=effort and _EFFORTS.get(effort, effort),
+        reasoning_effort=effort and KNOWN_EFFORTS.get(effort, effort),
         thinking_budget=getattr(request, "thinking_token_budget", None),
         thinks=False if effort == "none" else None,
         param="input",

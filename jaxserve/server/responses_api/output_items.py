@@ -46,7 +46,7 @@ class ItemWriter(abc.ABC):
         """Return the item with the text so far."""
 
     def begin(self) -> list[Event]:
-        """Return the events after that of the item itself."""
+        """Return the events that follow `output_item.added`."""
         return []
 
     @abc.abstractmethod
@@ -55,7 +55,7 @@ class ItemWriter(abc.ABC):
 
     @abc.abstractmethod
     def end(self) -> list[Event]:
-        """Return the events before that of the whole item."""
+        """Return the events that precede `output_item.done`."""
 
 
 class MessageWriter(ItemWriter):

@@ -148,6 +148,6 @@ class ResponsesRequest(ResponsesInput, kw_only=True, forbid_unknown_fields=True)
     n: Annotated[Any, accepts_only(1, advice="send several requests")] = None
     logprobs: Annotated[Any, accepts_only(False, advice=f"send top_logprobs, or include: [{TEXT_LOGPROBS}]")] = None
 
-    # These are about tools that OpenAI runs and about images, of which there are none here.
+    # These limit tools that OpenAI runs, and images. This server has neither.
     max_tool_calls: int | None = None
     image: Any = None

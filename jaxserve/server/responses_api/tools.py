@@ -15,7 +15,7 @@ from jaxserve.server.generation.inert_fields import InertToolFields
 from jaxserve.server.generation.tools import MAX_TOOLS, CallChoice, FunctionName, GrammarSyntax, OfferedTool
 from jaxserve.server.http.decoding import validation_error
 from jaxserve.server.http.fields import refuse_unsupported_fields
-from jaxserve.text.grammars.custom_text import CustomText
+from jaxserve.text.grammars.custom.custom_text import CustomText
 
 
 class FunctionDefinition(InertToolFields, kw_only=True, forbid_unknown_fields=True, tag="function"):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxserve.text.answers.json_text import type_of
-from jaxserve.text.grammars.custom_text import CustomText
+from jaxserve.text.grammars.custom.custom_text import CustomText
 from jaxserve.text.grammars.json_schema import resolved
 
 LARK = "lark"

@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxserve.api_types import StructuredOutputs
 from jaxserve.text.grammars import patterns
-from jaxserve.text.grammars.custom_text import MAX_CHARACTERS
+from jaxserve.text.grammars.custom.custom_text import MAX_CHARACTERS
 from jaxserve.text.grammars.json_grammar import DEFAULT_BLANKS, JsonGrammar
 from jaxserve.text.grammars.pattern_parser import whole
 from jaxserve.text.grammars.structural_tags import structural_tag

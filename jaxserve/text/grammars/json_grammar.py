@@ -15,6 +15,8 @@ from typing import Any
 
 from jaxserve.text.grammars import patterns
 from jaxserve.text.grammars.character_sets import characters
+from jaxserve.text.grammars.custom.lark_parser import parse_lark
+from jaxserve.text.grammars.custom.spelled_lark import SpelledLark
 from jaxserve.text.grammars.json_schema import SchemaReader
 from jaxserve.text.grammars.json_shapes import (
     ANY,
@@ -30,9 +32,7 @@ from jaxserve.text.grammars.json_shapes import (
     Shape,
     Text,
 )
-from jaxserve.text.grammars.lark_parser import parse_lark
 from jaxserve.text.grammars.numbers import Bound
-from jaxserve.text.grammars.spelled_lark import SpelledLark
 
 # Without a bound, a model that likes blanks never leaves them.
 DEFAULT_BLANKS = r"[ \t]{1,2}|\r?\n[ \t]{0,40}"

@@ -13,7 +13,7 @@ from fractions import Fraction
 from typing import Any
 from urllib.parse import unquote
 
-from jaxserve.text.grammars.custom_text import MAX_CHARACTERS, CustomText
+from jaxserve.text.grammars.custom.custom_text import MAX_CHARACTERS, CustomText
 from jaxserve.text.grammars.json_algebra import Algebra
 from jaxserve.text.grammars.json_shapes import (
     ANY,

@@ -15,7 +15,7 @@ from langchain_openai import ChatOpenAI
 from llguidance import LLMatcher, LLTokenizer
 
 from tests.e2e.server_process import ServerProcess
-from tests.text.grammars import custom_grammars
+from tests.text.grammars.custom import custom_grammars
 
 pytestmark = pytest.mark.process
 

@@ -18,14 +18,14 @@ from jaxserve.text.answers.held import channels_grammar, either, whole_answer
 from jaxserve.text.answers.held_calls import calls_grammar, free_calls_grammar, held_calls
 from jaxserve.text.answers.reader import Part
 from jaxserve.text.answers.reasoning import thinking
-from jaxserve.text.grammars.custom_text import CustomText
+from jaxserve.text.grammars.custom.custom_text import CustomText
 from jaxserve.text.grammars.formats import grammar_of
 from jaxserve.text.grammars.vocabulary import load_vocabulary
 from jaxserve.text.tokenizers.tokenizer import Tokenizer
 from jaxserve.text.tokenizers.tokenizer_parts import TokenizerParts
 from tests.selection import examples
 from tests.text.answers.parts import named, whole
-from tests.text.grammars.custom_grammars import GRAMMARS
+from tests.text.grammars.custom.custom_grammars import GRAMMARS
 from tests.text.grammars.draw import accepts
 from tests.tiny_model import byte_tokenizer
 

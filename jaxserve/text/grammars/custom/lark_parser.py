@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from jaxserve.text.grammars import character_sets as sets
-from jaxserve.text.grammars.lark_tokens import COMMON, Token, text_of, tokens_of
+from jaxserve.text.grammars.custom.lark_tokens import COMMON, Token, text_of, tokens_of
 from jaxserve.text.grammars.pattern_parser import as_rust
 from jaxserve.text.grammars.patterns import (
     EMPTY,

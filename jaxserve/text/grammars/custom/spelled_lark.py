@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from jaxserve.text.grammars.character_sets import Ranges
-from jaxserve.text.grammars.lark_parser import AnyOf, Expression, LarkGrammar, Row, RuleName, Terminal
+from jaxserve.text.grammars.custom.lark_parser import AnyOf, Expression, LarkGrammar, Row, RuleName, Terminal
+from jaxserve.text.grammars.custom.spelled_terminals import Escapes, character_classes, is_nullable, not_empty
 from jaxserve.text.grammars.patterns import Choice, Node
-from jaxserve.text.grammars.spelled_terminals import Escapes, character_classes, is_nullable, not_empty
 
 # The place before the first terminal, where nothing is ignored; all others are those of `Escapes`.
 _BEGIN = "begin"

@@ -14,12 +14,12 @@ from jaxserve.api_types import StructuredOutputs
 from jaxserve.errors import InvalidRequestError
 from jaxserve.text.grammars import character_sets as sets
 from jaxserve.text.grammars.checking import GrammarChecker
-from jaxserve.text.grammars.custom_text import MAX_CHARACTERS, CustomText
+from jaxserve.text.grammars.custom.custom_text import MAX_CHARACTERS, CustomText
 from jaxserve.text.grammars.json_grammar import JsonGrammar
 from jaxserve.text.grammars.rust_classes import named_class
 from tests.selection import examples
 from tests.server.tiny import tiny_tokenizer
-from tests.text.grammars.custom_grammars import GRAMMARS, PATCH
+from tests.text.grammars.custom.custom_grammars import GRAMMARS, PATCH
 from tests.text.grammars.draw import accepts, drawn
 
 # What often ends terminals of the grammars, in a text and in JSON.

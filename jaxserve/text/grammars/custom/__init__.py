@@ -1,0 +1,1 @@
+"""The grammars of custom tools, held within the calls of a model."""
