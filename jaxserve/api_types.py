@@ -261,7 +261,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     `stop_ids` are all ids that end the output: the model's own (unless `ignore_eos`) and those of the request. `client`
     is the index of the API process that gets the events. `grammar` is a text of llguidance that the output must
-    match, if it is not empty. `thinking` bounds its reasoning.
+    match, if it is not empty. `thinking` bounds its reasoning. A `pooled` one produces no tokens, but a vector.
     """
 
     request_id: str
@@ -275,6 +275,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     client: int = 0
     grammar: str = ""
     thinking: ThinkingBudget | None = None
+    pooled: bool = False
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -300,6 +301,7 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
     A stop id that ended the output is the last of `token_ids` and also `stop_id`. Only the first event has
     `prompt_logprobs`, whose first entry is None, as nothing precedes the first token, and `queue_seconds`, the time
     that the request waited in the engine before it first ran. The first and the last event have the `usage` so far.
+    The only event of a pooled request has its vector, `pooled`: float32 numbers in the byte order of the machine.
     """
 
     request_id: str
@@ -311,6 +313,7 @@ class TokenEvent(msgspec.Struct, frozen=True, array_like=True):
     usage: Usage | None = None
     error: str | None = None
     queue_seconds: float | None = None
+    pooled: bytes | None = None
 
 
 class KVGroup(msgspec.Struct, frozen=True):

@@ -69,7 +69,8 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
     trailing positions that need logits: 0 (more prefill follows), 1 (decode, end of prefill) or `length` (drafts to
     verify, log probabilities of the prompt). `sample` says whether a token is drawn after the last position. `target`
     is the prompt token that follows the chunk, if log probabilities of the prompt are wanted. `state` says where the
-    state of the sequence is written, if not where it was before.
+    state of the sequence is written, if not where it was before. A `pooled` chunk is the last one of a pooled request:
+    the vector of its sequence is wanted.
     """
 
     request_id: str
@@ -83,6 +84,7 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
     sample: bool
     target: int | None = None
     state: StateWrite | None = None
+    pooled: bool = False
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -180,12 +182,14 @@ class StepResult(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     `logprobs[i]` are the log probabilities of these tokens, and `prompt_logprobs[i]` those of the prompt tokens that
     follow each position of the chunk. With speculation, `drafts[i]` says how many draft tokens were compared
     with drawn ones, and how many of them, from the first on, were the same. A decode of length 1 compares one too.
+    `pooled[i]` is the vector of a pooled chunk, in float32.
     """
 
     tokens: list[list[int]]
     logprobs: dict[int, list[TokenLogprobs]]
     prompt_logprobs: dict[int, list[TokenLogprobs]]
     drafts: list[tuple[int, int]] = []
+    pooled: dict[int, bytes] = {}
 
 
 class DrawResult(msgspec.Struct, frozen=True, gc=False):
@@ -218,6 +222,10 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     once, each with decodes of its own. In a model that keeps a state for each sequence, a pool has `num_states` of
     them, and a cached prefix can end at multiples of `state_unit` tokens; else both are 0. After
     a step, the state of a sequence is the one after a multiple of `state_block` tokens: see `folded_tokens`.
+
+    Pooled requests get vectors of `pooled_size` numbers, 0 if there are none. With `pools_all_tokens`, these need the
+    hidden states of all their tokens, so that none may come from the prefix cache. Without `generates`, only programs
+    of mixed steps exist, and they draw nothing.
     """
 
     num_slots: int
@@ -242,6 +250,9 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     num_states: int = 0
     state_unit: int = 0
     state_block: int = 16
+    pooled_size: int = 0
+    pools_all_tokens: bool = False
+    generates: bool = True
 
     def folded_tokens(self, certain: int) -> int:
         """Return after how many tokens a sequence has its state, if `certain` are computed and can't be rejected.

@@ -39,6 +39,7 @@ ENGINE_RANGES: Ranges = {
     "max_prefill_tokens": (1, MOST),
     "max_num_batched_tokens": (1, MOST),
     "max_mixed_step_ms": (0, MOST),
+    "pooled_time_share": (_ABOVE_0, 1.0),
     "cuda_graph_max_bs": (1, MOST),
     "schedule_conservativeness": (0.0, 1e6),
     "hicache_ratio": (_ABOVE_0, 1e6),

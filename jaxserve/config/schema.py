@@ -30,6 +30,31 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     model: Annotated[
         str, Meta(description="a built-in name, a Hugging Face or converted folder, a .gguf file, or a hub id")
     ] = DEFAULT_MODEL
+    runner: Annotated[
+        Literal["auto", "generate", "pooling"],
+        Meta(
+            description="what the model is for; generate: tokens; pooling: vectors, scores and labels; auto: as its "
+            "checkpoint says"
+        ),
+    ] = "auto"
+    convert: Annotated[
+        Literal["auto", "none", "embed", "classify"],
+        Meta(
+            description="what is pooled from the model; embed: vectors; classify: labels, by its head or by tokens of "
+            "its answer; auto: as its checkpoint says; with --runner generate, both tokens and this"
+        ),
+    ] = "auto"
+    pooling: Annotated[
+        Literal["auto", "last", "mean"],
+        Meta(
+            description="what vectors are made of; last: the last token of a text; mean: all its tokens; auto: as the "
+            "checkpoint says, or last"
+        ),
+    ] = "auto"
+    hf_overrides: Annotated[
+        dict[str, Any] | None,
+        Meta(description="fields that replace those of the model's config.json, as JSON; vLLM's"),
+    ] = None
     load_format: Annotated[
         Literal["auto", "safetensors", "gguf", "orbax", "dummy"],
         Meta(description="format of the weights; dummy: random weights from config.json and --random-seed"),
@@ -212,6 +237,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "decode; measured step times choose the part; 0: no limit; default: 250 on a CPU, else 0"
         ),
     ] = None
+    pooled_time_share: Annotated[
+        float,
+        Meta(
+            description="largest share of the time that pooled requests take while others decode, by measured step "
+            "times; 1: no limit"
+        ),
+    ] = 0.12
     cuda_graph_max_bs: Annotated[
         int | None,
         Meta(description="decode batches up to this size get finely spaced programs; default: 160; on a CPU, few"),

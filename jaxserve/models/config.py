@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from jaxserve.layers.rope import RopeConfig
+from jaxserve.model_source.pooling import Pooling
 from jaxserve.quant import CheckpointQuantization
 
 
@@ -64,6 +65,9 @@ class ModelConfig:
 
     With `latent`, attention is latent: then `head_dim` is the size of the rotated part of a head, and the one KV head
     is the row of a token. Layers of `delta_layers` are gated delta nets of the sizes `delta` in place of attention.
+
+    `pooling` says how pooled requests get a vector, if it serves any; a model that only pools `generates` nothing, and
+    needs no head.
     """
 
     architecture: str
@@ -84,6 +88,8 @@ class ModelConfig:
     latent: LatentSizes | None = None
     delta: DeltaSizes | None = None
     delta_layers: frozenset[int] = frozenset()
+    pooling: Pooling | None = None
+    generates: bool = True
 
     @property
     def split_sizes(self) -> dict[str, int]:

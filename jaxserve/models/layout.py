@@ -74,9 +74,14 @@ class LaidOutModel[C: ModelConfig]:
         return self.stage is None or self.stage.is_first
 
     @property
-    def draws(self) -> bool:
-        """Whether it has the head: it is no stage, or the last."""
+    def is_last(self) -> bool:
+        """Whether it has the last norm: it is no stage, or the last."""
         return self.stage is None or self.stage.is_last
+
+    @property
+    def draws(self) -> bool:
+        """Whether it has the head: it generates, and is no stage, or the last."""
+        return self.config.generates and self.is_last
 
     @property
     def padded_vocab_size(self) -> int:

@@ -18,6 +18,7 @@ from jaxtyping import Array, Float
 from jaxserve.errors import ConfigError
 from jaxserve.layers.batch import KVPools, LayerOutput, TokenBatch
 from jaxserve.model_source.fields import Fields, abbreviate
+from jaxserve.model_source.pooling import ModelTask
 from jaxserve.models import (
     cohere,
     exaone4,
@@ -119,8 +120,10 @@ _TELLING_FIELDS = {
 }
 
 
-def parse_model_config(raw: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
-    """Return the config of a model from its config.json, read from the file `where`.
+def parse_model_config(
+    raw: Mapping[str, Any], where: str = "config.json", task: ModelTask | None = None
+) -> ModelConfig:
+    """Return the config of a model for a task, by default to generate, from its config.json in the file `where`.
 
     Raises `ConfigError` naming the architecture or the field that is missing, out of range or not supported.
     """
@@ -142,7 +145,11 @@ def parse_model_config(raw: Mapping[str, Any], where: str = "config.json") -> Mo
         quantization = read_quantization(fields) or quantization
     config: ModelConfig = _FAMILIES[architecture].parse(fields)
     refuse_unread(fields)
-    return dataclasses.replace(config, quantization=quantization)
+    config = dataclasses.replace(config, quantization=quantization)
+    if task is None:
+        return config
+    pooling = None if task.pooled is None else task.pooled.pooling
+    return dataclasses.replace(config, generates=task.generates, pooling=pooling)
 
 
 def _why_not(architecture: str, raw: Mapping[str, Any]) -> str:

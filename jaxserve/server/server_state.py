@@ -21,6 +21,7 @@ import msgspec
 
 from jaxserve.config.schema import EngineConfig, ServerConfig
 from jaxserve.errors import EngineDeadError
+from jaxserve.model_source.pooling import ModelTask
 from jaxserve.observability.metrics import Metrics
 from jaxserve.server.errors import UnavailableError
 from jaxserve.server.refusals import Refusals
@@ -82,7 +83,7 @@ class LoadedModel:
     """A running engine with its tokenizer and chat template; `template_source` is empty for a model without one.
 
     `grammars` checks the grammars of requests; `formats` are the formats of the model's answers.
-    `template_facts` is what was found out about the template so far.
+    `task` is what it serves. `template_facts` is what was found out about the template so far.
     """
 
     engine: Engine
@@ -91,6 +92,7 @@ class LoadedModel:
     template_source: str
     grammars: GrammarChecker
     formats: AnswerFormats
+    task: ModelTask = field(default_factory=ModelTask)
     template_facts: dict[str, Any] = field(default_factory=dict)
     _said: set[str] = field(default_factory=set)
 

@@ -1,0 +1,73 @@
+"""What a model computes for its clients: tokens, one vector for each sequence (pooled from its hidden states), or both.
+
+Vectors are embeddings, or the logits of labels. What the engine computes of them is a `Pooling`; a `PooledTask` says
+what they are for, and what the host makes of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+PoolingMethod = Literal["last", "mean"]
+LayerActivation = Literal["none", "tanh", "relu", "gelu", "silu", "sigmoid"]
+LabelActivation = Literal["none", "sigmoid", "softmax"]
+
+
+@dataclasses.dataclass(frozen=True)
+class PooledLayer:
+    """A linear layer `[outputs, inputs]` after pooling, and the activation after it.
+
+    Its tensors in the checkpoint are `name.weight`, and `name.bias` if it `has_bias`. With `tokens`, the weight has the
+    rows of these ids in the model's head instead.
+    """
+
+    name: str
+    inputs: int
+    outputs: int
+    has_bias: bool = False
+    activation: LayerActivation = "none"
+    tokens: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Pooling:
+    """How the hidden states of a sequence become one vector: that of the last token, or the mean of all, and the
+    layers that follow."""
+
+    method: PoolingMethod
+    layers: tuple[PooledLayer, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PooledTask:
+    """What pooled vectors of `size` numbers are for: embeddings, or the logits of `labels`.
+
+    - Embeddings are normalized to length 1 if `normalize`. If `dimensions` isn't empty, they may be cut to these.
+    - The `activation` turns logits of labels into probabilities or scores. With `scores_pairs`, the last label says how
+      well a document answers a query.
+    - Texts get the prompt `default_prompt` of `prompts` in front, "" for none. They may have `max_tokens` tokens, if
+      it isn't None.
+    - `pair_template` names how a query and a document become one text; "" is the tokenizer's own form of pairs.
+    """
+
+    kind: Literal["embed", "classify"]
+    pooling: Pooling
+    size: int
+    normalize: bool = True
+    dimensions: tuple[int, ...] = ()
+    activation: LabelActivation = "none"
+    labels: tuple[str, ...] = ()
+    scores_pairs: bool = False
+    prompts: tuple[tuple[str, str], ...] = ()
+    default_prompt: str = ""
+    max_tokens: int | None = None
+    pair_template: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelTask:
+    """What an engine serves: whether it generates tokens, and what it pools, None if nothing."""
+
+    generates: bool = True
+    pooled: PooledTask | None = None
