@@ -38,6 +38,10 @@ class Pooling:
     method: PoolingMethod
     layers: tuple[PooledLayer, ...] = ()
 
+    def size(self, hidden_size: int) -> int:
+        """Return the numbers of a vector, of a model with hidden states of this size."""
+        return self.layers[-1].outputs if self.layers else hidden_size
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PooledTask:

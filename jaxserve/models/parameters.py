@@ -33,6 +33,7 @@ class Params:
     layers: tuple[Any, ...]
     norm: Any
     output: Array | None
+    pooled: tuple[Any, ...] = flax.struct.field(default=(), kw_only=True)
 
     @property
     def head(self) -> Array:

@@ -187,7 +187,9 @@ def stage_params(params: Any, model: AnyModel, *, embeds: bool = False) -> Any:
     tied = model.draws and params.output is None
     kept: dict[str, Any] = {"embedding": params.embedding if model.embeds or tied or embeds else None, "layers": layers}
     if not model.draws:
-        kept |= {"norm": None, "output": None}
+        kept |= {"output": None}
+    if not model.is_last:
+        kept |= {"norm": None}
     return dataclasses.replace(params, **kept)
 
 
@@ -201,7 +203,7 @@ def forward(
     own = model.layers
     layers = params.layers[own.start : own.stop]
     out = apply_layers(model, family(model).layers(model, params, x, batch, backend), layers, x, kv, own)
-    if not model.draws:
+    if not model.is_last:
         return out
     with jax.named_scope("final_norm"):
         return dataclasses.replace(out, hidden=norm(out.hidden, params.norm, model.config.norm_eps))

@@ -28,7 +28,13 @@ def rejection_reason(request: EngineRequest, capacity: Capacity) -> str | None:
     length = len(request.prompt_ids)
     if length == 0:
         return "the prompt is empty; it needs at least one token"
-    if length >= capacity.max_model_len:
+    if request.pooled and not capacity.pooled_size:
+        return "this engine generates tokens and pools nothing"
+    if not request.pooled and not capacity.generates:
+        return "this engine pools and generates no tokens"
+    if length > capacity.max_model_len - (not request.pooled):
+        if request.pooled:
+            return f"the text has {length} tokens, more than the context length of {capacity.max_model_len}"
         return (
             f"the prompt has {length} tokens, which leaves no room for output within the context length of "
             f"{capacity.max_model_len}; shorten the prompt or raise --context-length"

@@ -394,6 +394,7 @@ class Planner:
             sample=samples,
             target=request.prompt_ids[end] if wants and end < request.num_prompt_tokens else None,
             state=None if rank.states is None else rank.states.write_prompt(request, start),
+            pooled=is_last and request.pooled,
         )
         if is_last:
             request.micro_batch = self._micro_batch

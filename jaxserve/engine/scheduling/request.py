@@ -37,7 +37,8 @@ class Request:
     Without one, `thinking` counts its reasoning; None if that has no bound, or can't come any more. No more than
     `pause_at` outputs are planned before more of them are known: its reasoning may have to end there.
     `queue_seconds` is None before the first start, and again once it was reported. Steps of its `micro_batch` decode
-    it, once its prompt is planned. In a model with states, it has a `state` while it runs.
+    it, once its prompt is planned. In a model with states, it has a `state` while it runs. A `pooled` request ends with
+    its prompt; if it `wants_all_tokens`, none of these may be cached.
     """
 
     __slots__ = (
@@ -70,6 +71,7 @@ class Request:
         "passed",
         "pause_at",
         "phase",
+        "pooled",
         "priority",
         "prompt_ids",
         "prompt_logprobs",
@@ -84,6 +86,7 @@ class Request:
         "state",
         "stop_ids",
         "thinking",
+        "wants_all_tokens",
         "wants_logprobs",
     )
 
@@ -98,6 +101,7 @@ class Request:
         rotation_length: int | None = None,
         grammar: RequestGrammar | None = None,
         thinking: ThinkingCounter | None = None,
+        pools_all_tokens: bool = False,
     ) -> None:
         self.request_id = source.request_id
         self.prompt_ids = source.prompt_ids
@@ -105,6 +109,8 @@ class Request:
         self.group_id = source.group_id
         self.sample = source.sample
         self.client = source.client
+        self.pooled = source.pooled
+        self.wants_all_tokens = source.pooled and pools_all_tokens
         self.sampling = sampling
         self.arrival = arrival
         self.arrived_at = arrived_at
@@ -184,8 +190,8 @@ class Request:
     @property
     def num_reusable_tokens(self) -> int:
         """The number of fill tokens that may come from the prefix cache: not the last one, from which the next token is
-        drawn, and none if log probabilities of all are requested."""
-        return 0 if self.needs_prompt_logprobs else self.num_fill_tokens - 1
+        drawn, and none if something is computed of all."""
+        return 0 if self.wants_all_tokens or self.needs_prompt_logprobs else self.num_fill_tokens - 1
 
     @property
     def fill_tokens(self) -> list[int]:
@@ -303,6 +309,7 @@ class Request:
         stop_id: int | None = None,
         logprobs: list[TokenLogprobs] | None = None,
         error: str | None = None,
+        pooled: bytes | None = None,
     ) -> TokenEvent:
         """Return the event that ends the request, with as many of `logprobs` as there are `token_ids`."""
         return TokenEvent(
@@ -315,4 +322,5 @@ class Request:
             usage=self.usage,
             error=error,
             queue_seconds=self.queue_seconds,
+            pooled=pooled,
         )

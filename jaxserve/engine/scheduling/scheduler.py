@@ -168,6 +168,7 @@ class Scheduler:
             rotation_length=self._capacity.rotation_length,
             grammar=grammar,
             thinking=thinking,
+            pools_all_tokens=self._capacity.pools_all_tokens,
         )
         self._table.add(added)
         if added.grammar is not None and self._awaiting is not None:
@@ -250,7 +251,9 @@ class Scheduler:
             if not request.is_prompt_counted and request.num_computed_tokens == request.num_prompt_tokens:
                 request.is_prompt_counted = True
                 self._stats.prompt_tokens += request.num_prompt_tokens
-                if request.max_new_tokens == 0:
+                if request.pooled:
+                    events.append(self._finish(request, FinishReason.STOP, pooled=result.pooled[index]))
+                elif request.max_new_tokens == 0:
                     events.append(self._finish(request, FinishReason.LENGTH))
             if not tokens:
                 continue
@@ -429,12 +432,13 @@ class Scheduler:
         token_ids: Sequence[int] = (),
         stop_id: int | None = None,
         logprobs: list[TokenLogprobs] | None = None,
+        pooled: bytes | None = None,
     ) -> TokenEvent:
         """Remove a request from the table and return its last event."""
         self._table.finish(request)
         if request.grammar is not None and self._awaiting is not None:
             self._awaiting.release(request)
-        return request.last_event(reason, list(token_ids), stop_id=stop_id, logprobs=logprobs)
+        return request.last_event(reason, list(token_ids), stop_id=stop_id, logprobs=logprobs, pooled=pooled)
 
 
 def _make_rank(

@@ -67,7 +67,9 @@ class _InFlight:
         """Take the output, and start to copy to the host what is wanted of it."""
         if output.logprobs is not None or output.prompt_logprobs is not None:
             output = _without_unwanted(output, self.sampling)
-        for array in jax.tree.leaves((output.tokens, output.logprobs, output.prompt_logprobs)):
+        if output.pooled is not None and not any(chunk.pooled for chunk in self.plan.chunks):
+            output = dataclasses.replace(output, pooled=None)
+        for array in jax.tree.leaves((output.tokens, output.logprobs, output.prompt_logprobs, output.pooled)):
             array.copy_to_host_async()
         self.output = output
 
@@ -218,12 +220,16 @@ class DeviceExecutor:
         output = handle.output
         assert output is not None
         with self._timeline.span("wait"):
-            tokens = np.asarray(output.tokens)
+            tokens = None if output.tokens is None else np.asarray(output.tokens)
             logprobs = _fetch(output.logprobs)
             prompt_logprobs = _fetch(output.prompt_logprobs)
+            vectors = None if output.pooled is None else np.asarray(output.pooled)
             self._expert_tokens.record(output.expert_tokens)
         with self._timeline.span("commit"):
             chunks = handle.plan.chunks
+            pooled = {} if vectors is None else _pooled(vectors, chunks)
+            if tokens is None:
+                return StepResult(tokens=[[] for _ in chunks], logprobs={}, prompt_logprobs={}, pooled=pooled)
             rows = _by_chunk(tokens, chunks)
             compared: list[tuple[int, int]] = []
             if self._capacity.max_drafts:
@@ -231,7 +237,7 @@ class DeviceExecutor:
                 rows = [row[: 1 + row[-1]] if chunk.tokens is None and chunk.length > 1 else row[:1]
                         for row, chunk in zip(rows, chunks)]  # fmt: skip
             drawn = [row if chunk.sample else [] for row, chunk in zip(rows, chunks)]
-            result = StepResult(tokens=drawn, logprobs={}, prompt_logprobs={}, drafts=compared)
+            result = StepResult(tokens=drawn, logprobs={}, prompt_logprobs={}, drafts=compared, pooled=pooled)
             if logprobs is not None or prompt_logprobs is not None:
                 self._add_logprobs(result, handle, logprobs, prompt_logprobs)
             return result
@@ -332,6 +338,13 @@ def _by_chunk(values: np.ndarray, chunks: Sequence[Chunk]) -> list[list[int]]:
         return values[0].tolist()[: len(chunks)]
     rows = [iter(row) for row in values.tolist()]
     return [next(rows[chunk.rank]) for chunk in chunks]
+
+
+def _pooled(vectors: np.ndarray, chunks: Sequence[Chunk]) -> dict[int, bytes]:
+    """Return the vectors of pooled chunks, by index, from those by rank and row."""
+    rows = [iter(range(vectors.shape[1])) for _ in vectors]
+    at = [(chunk.rank, next(rows[chunk.rank])) for chunk in chunks]
+    return {i: vectors[at[i]].tobytes() for i, chunk in enumerate(chunks) if chunk.pooled}
 
 
 def _read(logprobs: Logprobs, at: tuple[int, ...], token: int, count: int) -> TokenLogprobs:

@@ -193,10 +193,10 @@ class StagedCommands:
         self._feedback = arrived.pop("feedback")
         if not arrived:
             return output
-        tokens, logprobs = arrived["tokens"], arrived.get("logprobs")
         if key.kind == DRAW.name:
-            return DrawOutput(tokens, logprobs)
-        return StepOutput(tokens, tokens, logprobs, arrived.get("prompt_logprobs"), arrived.get("expert_tokens"))
+            return DrawOutput(arrived["tokens"], arrived.get("logprobs"))
+        missing = {field.name: None for field in dataclasses.fields(StepOutput)}
+        return StepOutput(**{**missing, **arrived})
 
     def _run_at_once(self, key: ProgramKey, packed: np.ndarray) -> Any:
         """Run a draw, or a program of a draft model, on the last stage."""

@@ -23,7 +23,7 @@ from jaxserve.runtime.step.draw import DRAW
 from jaxserve.runtime.step.handoff import Handoff, feedback_specs, result_specs
 from jaxserve.runtime.step.program import ProgramKey, Shapes
 from jaxserve.runtime.step.state import ArraySpec
-from jaxserve.runtime.step.step import handoff_of
+from jaxserve.runtime.step.step import handoff_of, pools
 from jaxserve.step_plan import Capacity
 
 
@@ -128,9 +128,15 @@ def feedbacks(shapes: Shapes, keys: Iterable[ProgramKey], *, results: bool, gath
         if KINDS[key.kind].is_step:
             shape = step_shape(key, capacity)
             prompt = shape.tokens if key.kind == "prompt_logprobs" else 0
-            columns = (1 + shape.max_drafts,)
             made = result_specs(
-                model, capacity, shape.rows, columns=columns, logprobs=not key.greedy, prompt=prompt, gathered=gathered
+                model,
+                capacity,
+                shape.rows,
+                columns=(1 + shape.max_drafts,),
+                logprobs=not key.greedy,
+                prompt=prompt,
+                pooled=pools(model, key),
+                gathered=gathered,
             )
         elif key.kind == DRAW.name:
             made = result_specs(model, capacity, key.size, gathered=gathered)

@@ -147,6 +147,7 @@ def resolve_sizes(
     max_fine = config.cuda_graph_max_bs or defaults.max_fine
     drafts = max_drafts(config)
     verified = _verify_buckets(config, min(running, largest), drafts, largest) if drafts else ()
+    pooling = model.config.pooling
     drafting = verified if config.speculative_method in ("draft", *HEADS) else ()
     capacity = Capacity(
         num_slots=running,
@@ -179,6 +180,9 @@ def resolve_sizes(
         num_states=num_states,
         state_unit=math.lcm(config.page_size, BLOCK) if num_states else 0,
         state_block=BLOCK,
+        pooled_size=0 if pooling is None else pooling.size(model.config.hidden_size),
+        pools_all_tokens=pooling is not None and pooling.method == "mean",
+        generates=model.config.generates,
     )
     prefill = min(config.max_prefill_tokens or chunk, largest)
     step_ms = defaults.mixed_step_ms if config.max_mixed_step_ms is None else config.max_mixed_step_ms
@@ -238,7 +242,7 @@ def _activation_bytes(model: AnyModel, platform: str, tokens: int, rows: int, di
     layers = tokens * (widest * 4 + model.config.hidden_size * 16 + model.config.held_per_token * 4)
     if model.config.num_experts:
         layers += _expert_bytes(model, tokens, divided)
-    logits = rows * model.padded_vocab_size * 4 // tensor
+    logits = rows * model.padded_vocab_size * 4 // tensor if model.config.generates else 0
     copies = _LOGIT_COPIES.get(platform, _DEFAULT_LOGIT_COPIES)
     most = max(layers, copies * logits + tokens * model.config.hidden_size * 8)
     return most + most // 16

@@ -69,7 +69,7 @@ class StepInput:
 
 def choose_program(plan: StepPlan, capacity: Capacity) -> ProgramKey:
     """Return the smallest program that holds the plan on every rank: all ranks run the same one."""
-    kind = plan.kind
+    kind = plan.kind if capacity.generates else "mixed"
     return ProgramKey(kind, capacity.bucket(kind, plan.size(capacity.num_ranks)), kind == "decode" and plan.greedy)
 
 

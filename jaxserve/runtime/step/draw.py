@@ -118,7 +118,7 @@ def _output(shapes: Shapes, key: ProgramKey) -> DrawOutput:
 
 DRAW = ProgramKind(
     name="draw",
-    keys=lambda capacity: [ProgramKey("draw", size) for size in draw_sizes(capacity)],
+    keys=lambda capacity: [ProgramKey("draw", size) for size in draw_sizes(capacity) if capacity.generates],
     make=_make,
     packing=lambda capacity, key: draw_packing(key.size, capacity.vocab_size),
     output=_output,

@@ -114,12 +114,14 @@ def result_specs(
     columns: tuple[int, ...] = (),
     logprobs: bool = True,
     prompt: int = 0,
+    pooled: bool = False,
     gathered: bool,
 ) -> dict[str, Any]:
     """Return the specs of what the host reads of an output, by the names of its fields.
 
     Each of the `rows` has `columns` of tokens, or just one; with `logprobs`, log probabilities of each. `prompt`
-    positions have some of the prompt. If the output is `gathered`, each device has all of it.
+    positions have some of the prompt. With `pooled`, each row has a vector. If the output is `gathered`, each device
+    has all of it.
     """
     top = min(MAX_LOGPROBS, capacity.vocab_size)
     ranks = None if gathered else "ranks"
@@ -135,9 +137,11 @@ def result_specs(
     experts = expert_tokens_spec(model, capacity.num_ranks, len(model.config.mixture_layers))
     if experts is not None and gathered:
         experts = dataclasses.replace(experts, axes=(None,) * len(experts.axes))
+    draws = capacity.generates
     return {
-        "tokens": array(_I32, rows, *counted),
-        "logprobs": of(rows, *drawn) if logprobs else None,
+        "tokens": array(_I32, rows, *counted) if draws else None,
+        "logprobs": of(rows, *drawn) if logprobs and draws else None,
+        "pooled": array(_F32, rows, capacity.pooled_size) if pooled else None,
         "prompt_logprobs": of(prompt) if prompt else None,
         "expert_tokens": experts if columns else None,
     }

@@ -93,7 +93,8 @@ class DeviceState:
     `hidden` is the hidden state of the last token of each slot that a grammar constrains, from which its next one is
     drawn. `counts` says how often each token was output; its sign bit is set for tokens of the prompt. Rows of slots
     without penalties hold anything, as only penalties read them. Of several pipeline stages, only the last one has
-    these two. `states` are None if no layer keeps states.
+    these two. `states` are None if no layer keeps states. `pooled` is the sum of the hidden states of each slot's
+    sequence so far, if the mean of all is wanted.
     """
 
     kv: tuple[PagedKV, ...]
@@ -105,6 +106,7 @@ class DeviceState:
     hidden: Float[Array, "slots dim"] | None
     expert_tokens: UInt32[Array, "mixtures experts"] | None
     states: SequenceStates | None = None
+    pooled: Float[Array, "slots dim"] | None = None
     drafts: Drafts | None = None
 
     @property
@@ -214,9 +216,15 @@ def state_specs(
         else None,
         hidden=by_slot(dtype, model.config.hidden_size) if model.draws else None,
         expert_tokens=expert_tokens_spec(model, ranks, len(model.mixture_layers)),  # type: ignore[arg-type]
+        pooled=by_slot(f32, model.config.hidden_size) if sums_tokens(model) else None,
         drafts=None if drafter is None else _draft_specs(drafter, capacity, dtype, by_slot, pool),
         states=_sequence_states(model.state_spec(), capacity, dtype, by_slot),
     )
+
+
+def sums_tokens(model: AnyModel) -> bool:
+    """Return whether the hidden states of a sequence are added up."""
+    return model.is_last and model.config.pooling is not None and model.config.pooling.method == "mean"
 
 
 def _sequence_states(

@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Int, UInt32
 from jaxserve.layers.axes import DATA_AXIS
 from jaxserve.layers.batch import LayerOutput
 from jaxserve.layers.vocabulary import mask_padding, shard_index
+from jaxserve.models.layout import AnyModel
 from jaxserve.models.registry import family, forward
 from jaxserve.runtime.devices.mesh import partitions
 from jaxserve.runtime.step import batch as batches
@@ -39,6 +40,7 @@ from jaxserve.runtime.step.handoff import (
     whole_hidden,
 )
 from jaxserve.runtime.step.input_packing import InputPacking
+from jaxserve.runtime.step.pooling import pool
 from jaxserve.runtime.step.program import ProgramKey, ProgramKind, RankFunction, Shapes, StepContext
 from jaxserve.runtime.step.sampling import DrawnRows, Logprobs
 from jaxserve.runtime.step.state import DeviceState, Drafts, SlotColumn, expert_tokens_spec
@@ -63,19 +65,22 @@ class StepOutput:
 
     `expert_tokens` is a copy, as the next step takes the state's away. With pipeline stages, it counts those of all,
     and `feedback` is for the first one.
+
+    `pooled` has a vector for each row, in steps with prompts where a model pools. One that only pools has no tokens.
     """
 
-    tokens: Int[Array, "rows columns"]
-    num_tokens: Int[Array, " rows"]
+    tokens: Int[Array, "rows columns"] | None
+    num_tokens: Int[Array, " rows"] | None
     logprobs: Logprobs | None
     prompt_logprobs: Logprobs | None
     expert_tokens: UInt32[Array, "mixtures experts"] | None
     feedback: Feedback | None = None
+    pooled: Float[Array, "rows size"] | None = None
 
 
 def _make(context: StepContext, capacity: Capacity, key: ProgramKey) -> RankFunction:
     shape = step_shape(key, capacity)
-    if context.model.draws:
+    if context.model.is_last:
         return lambda params, state, packed, *given: step(params, state, packed, context, shape, *given)
     return lambda params, state, packed, given: stage_step(params, state, packed, context, shape, given)
 
@@ -98,25 +103,37 @@ def handoff_of(shapes: Shapes, key: ProgramKey, *, before: int) -> Handoff:
 
 def _output(shapes: Shapes, key: ProgramKey) -> StepOutput | Handoff:
     model = shapes.context.model
-    if model.stage is not None and not model.draws:
+    if not model.is_last:
+        assert model.stage is not None
         return partitions(handoff_of(shapes, key, before=model.stage.end))
     ranks = PartitionSpec(DATA_AXIS)
     logprobs = Logprobs(ranks, ranks, ranks)  # type: ignore[arg-type]
     counts = expert_tokens_spec(model, shapes.capacity.num_ranks, len(model.config.mixture_layers))
     return StepOutput(
-        ranks,  # type: ignore[arg-type]
-        ranks,  # type: ignore[arg-type]
-        None if key.greedy else logprobs,
+        ranks if model.draws else None,  # type: ignore[arg-type]
+        ranks if model.draws else None,  # type: ignore[arg-type]
+        None if key.greedy or not model.draws else logprobs,
         logprobs if key.kind == "prompt_logprobs" else None,
         partitions(counts),
         partitions(feedback_of(shapes.state, model)),
+        ranks if pools(model, key) else None,  # type: ignore[arg-type]
     )
 
 
+def pools(model: AnyModel, key: ProgramKey) -> bool:
+    """Return whether a program gives the vectors of pooled sequences: steps with prompts do."""
+    return model.config.pooling is not None and key.kind in ("mixed", "prompt_logprobs")
+
+
 def _kind(name: StepKind, **fields: Any) -> ProgramKind:
-    """Return the record of a kind of step. Only decode steps have programs without a sampler, if all are greedy."""
+    """Return the record of a kind of step. Only decode steps have programs without a sampler, if all are greedy.
+
+    A model that only pools has mixed steps alone.
+    """
 
     def keys(capacity: Capacity) -> list[ProgramKey]:
+        if not capacity.generates and name != "mixed":
+            return []
         samplers = (True, False) if name == "decode" else (False,)
         return [ProgramKey(name, size, greedy) for size in capacity.buckets(name) for greedy in samplers]
 
@@ -202,6 +219,11 @@ def step(
         assert state.drafts is not None
         kept = keep_features(state.drafts, drafter, all_params[1], out, inputs)
         state = dataclasses.replace(state, drafts=kept)
+    pooling, vectors = context.model.config.pooling, None
+    if pooling is not None and pools(context.model, shape.key):
+        state, vectors = pool(pooling, params.pooled, hidden, inputs, state, context.backend.target)
+    if not context.model.draws:
+        return _pooled_only(state, out, inputs, vectors, context, before)
     prompt_logprobs = None
     if inputs.targets is not None:
         prompt_logprobs = _prompt_logprobs(model, params, hidden, inputs, context)
@@ -233,10 +255,39 @@ def step(
     num_tokens = jnp.where(inputs.samples, drawn.counts, 0)
     if compared is not None:
         tokens = jnp.concatenate([tokens, compared], axis=1)
-    if before is not None and before.expert_tokens is not None:
-        loads = before.expert_tokens if loads is None else jnp.concatenate([before.expert_tokens, loads])
     feedback = feedback_of(state, context.model)
-    return state, StepOutput(tokens, num_tokens, logprobs, prompt_logprobs, loads, feedback)
+    return state, StepOutput(
+        tokens, num_tokens, logprobs, prompt_logprobs, _of_all_stages(before, loads), feedback, vectors
+    )
+
+
+def _of_all_stages(
+    before: Handoff | None, loads: UInt32[Array, "mixtures experts"] | None
+) -> UInt32[Array, "mixtures experts"] | None:
+    """Return the counts of experts' tokens of the last stage with those of the stages before it."""
+    if before is None or before.expert_tokens is None:
+        return loads
+    return before.expert_tokens if loads is None else jnp.concatenate([before.expert_tokens, loads])
+
+
+def _pooled_only(
+    state: DeviceState,
+    out: LayerOutput,
+    inputs: StepInput,
+    vectors: Float[Array, "rows size"] | None,
+    context: StepContext,
+    before: Handoff | None,
+) -> tuple[DeviceState, StepOutput]:
+    """Return the state and the output of a step of a model that only pools."""
+    with jax.named_scope("write_state"):
+        loads = _counted(state, out)
+        state = dataclasses.replace(
+            _with_states(state.with_pools(out.kv), inputs),
+            seq_lens=state.seq_lens.at[inputs.slots].set(inputs.batch.kv_lens, mode="drop"),
+            expert_tokens=loads,
+        )
+    feedback = feedback_of(state, context.model)
+    return state, StepOutput(None, None, None, None, _of_all_stages(before, loads), feedback, vectors)
 
 
 @jax.named_scope("keep_hidden")
