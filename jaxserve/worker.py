@@ -357,6 +357,7 @@ def _make_loop(
         max_prefill_tokens=sizes.max_prefill_tokens,
         max_num_batched_tokens=sizes.max_num_batched_tokens,
         mixed_step_seconds=sizes.max_mixed_step_ms / 1000,
+        pooled_time_share=config.pooled_time_share,
         limits=QueueLimits.of(config),
         random_seed=config.random_seed,
         policy=config.schedule_policy,

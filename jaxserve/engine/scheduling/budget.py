@@ -16,35 +16,48 @@ class PrefillBudget:
     """The tokens left for prefill chunks in a step that already holds `num_decodes[i]` tokens on rank i.
 
     On each rank, `step_tokens` bounds the step and `prefill_tokens` the sum of its chunks. All ranks run the same
-    program, so `prompt_logprob_tokens` bounds each of them as soon as any chunk computes prompt log probabilities.
+    program, so `prompt_logprob_tokens` bounds each of them as soon as any chunk computes prompt log probabilities. Of
+    pooled requests, each rank may have `pooled_tokens`, if it isn't None.
     """
 
     def __init__(
-        self, num_decodes: Sequence[int], *, step_tokens: int, prefill_tokens: int, prompt_logprob_tokens: int
+        self,
+        num_decodes: Sequence[int],
+        *,
+        step_tokens: int,
+        prefill_tokens: int,
+        prompt_logprob_tokens: int,
+        pooled_tokens: int | None = None,
     ) -> None:
         self.totals = list(num_decodes)
         self.prompt_logprobs = False
         self._prefill_left = [prefill_tokens] * len(num_decodes)
+        self._pooled_left = [step_tokens if pooled_tokens is None else pooled_tokens] * len(num_decodes)
         self._step_tokens = step_tokens
         self._prompt_logprob_tokens = min(prompt_logprob_tokens, step_tokens)
 
-    def max_chunk(self, rank: int, *, prompt_logprobs: bool) -> int:
+    def max_chunk(self, rank: int, *, prompt_logprobs: bool, pooled: bool = False) -> int:
         """Return the length of the longest chunk that still fits."""
         limit = self._step_tokens
         if prompt_logprobs or self.prompt_logprobs:
             limit = self._prompt_logprob_tokens
             if max(self.totals) > limit:
                 return 0
-        return max(0, min(self._prefill_left[rank], limit - self.totals[rank]))
+        left = self._prefill_left[rank]
+        if pooled:
+            left = min(left, self._pooled_left[rank])
+        return max(0, min(left, limit - self.totals[rank]))
 
     def limit(self, rank: int, tokens: int) -> None:
         """Limit the step to `tokens` in all, whatever it holds already, but leave it a few prefill tokens."""
         self._prefill_left[rank] = min(self._prefill_left[rank], max(tokens - self.totals[rank], _LEAST_PREFILL))
 
-    def add_chunk(self, rank: int, length: int, *, prompt_logprobs: bool) -> None:
+    def add_chunk(self, rank: int, length: int, *, prompt_logprobs: bool, pooled: bool = False) -> None:
         """Subtract a chunk from the budget."""
         self.totals[rank] += length
         self._prefill_left[rank] -= length
+        if pooled:
+            self._pooled_left[rank] -= length
         self.prompt_logprobs = self.prompt_logprobs or prompt_logprobs
 
 

@@ -17,6 +17,7 @@ from jaxserve.engine.scheduling.admission import NewTokenRatio
 from jaxserve.engine.scheduling.drawing import Drawing, plan_run
 from jaxserve.engine.scheduling.forced_runs import ForcedRuns
 from jaxserve.engine.scheduling.micro_batches import MicroBatches
+from jaxserve.engine.scheduling.pooled_share import PooledShare
 from jaxserve.engine.scheduling.prefill import PrefillChooser
 from jaxserve.engine.scheduling.rank import Rank
 from jaxserve.engine.scheduling.request import Request
@@ -89,6 +90,7 @@ class Planner:
         ratio: NewTokenRatio,
         shares_prefixes: bool,
         mixed_step_seconds: float = 0.0,
+        pooled_time_share: float = 1.0,
         speculation: Speculation | None = None,
         overlap: bool = True,
     ) -> None:
@@ -117,15 +119,17 @@ class Planner:
         self._num_others = [0] * len(ranks)  # by rank, the requests of the others
         self.times = StepTimes(capacity)
         self.runs = ForcedRuns(self.times)
+        prefill_tokens = min(chunked_prefill_size, max_prefill_tokens)
         self.prefills = PrefillChooser(
             table,
             capacity,
-            prefill_tokens=min(chunked_prefill_size, max_prefill_tokens),
+            prefill_tokens=prefill_tokens,
             step_tokens=self._step_tokens,
             ratio=ratio,
             shares_prefixes=shares_prefixes,
             times=self.times,
             mixed_step_seconds=mixed_step_seconds / stages,  # as long as a stage may take of it
+            pooled_share=PooledShare(self.times, pooled_time_share, prefill_tokens),
         )
 
     def next_step(self, *, admit: bool) -> tuple[StepPlan, list[Request], list[Request]] | None:

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from jaxserve.engine.kv_cache.prefix_windows import HeldWindow
 from jaxserve.engine.scheduling.admission import NewTokenRatio, may_start, reserved_tokens
 from jaxserve.engine.scheduling.budget import PrefillBudget, trim_to_bucket
+from jaxserve.engine.scheduling.policy import WaitingQueue
+from jaxserve.engine.scheduling.pooled_share import PooledShare
 from jaxserve.engine.scheduling.rank import Rank
 from jaxserve.engine.scheduling.rank_router import rank_by_cost
 from jaxserve.engine.scheduling.request import Request
@@ -28,8 +30,9 @@ class PrefillChooser:
     """Chooses chunks of at most `prefill_tokens` together on each rank, in steps of at most `step_tokens`.
 
     While requests decode, a step with a part of a prompt that takes several steps has at most as many tokens as it
-    computes in `mixed_step_seconds`, by the measured `times`; 0 is no limit. `num_deferred` is how many waiting
-    requests the last choice deferred because another request computes their prefix.
+    computes in `mixed_step_seconds`, by the measured `times`; 0 is no limit. `pooled_share` bounds the tokens of pooled
+    requests then. `num_deferred` is how many waiting requests the last choice deferred because another request computes
+    their prefix.
     """
 
     def __init__(
@@ -43,9 +46,11 @@ class PrefillChooser:
         shares_prefixes: bool,
         times: StepTimes,
         mixed_step_seconds: float,
+        pooled_share: PooledShare,
     ) -> None:
         self.num_deferred = 0
         self._times = times
+        self._pooled_share = pooled_share
         self._mixed_step_seconds = mixed_step_seconds
         self._table = table
         self._capacity = capacity
@@ -60,46 +65,84 @@ class PrefillChooser:
 
         With `admit`, waiting requests may start, which adds to `opens`. They start in queue order; only one deferred
         for a shared prefix, or whose best rank has no budget left, may be passed. A chunk is shorter than the prompt's
-        rest only if it uses up a budget or the pages. So each rank has at most one partly planned prompt, and two
-        prompts never wait for each other's pages. If decodes take the pages a prompt needs, retraction frees others.
+        rest only if it uses up a budget or the pages. So each rank has at most one partly planned prompt, and one of a
+        pooled request, and two prompts never wait for each other's pages. If decodes take the pages a prompt needs,
+        retraction frees others.
+
+        While requests decode, pooled requests have their share of the time, and are chosen first. Else they come last,
+        and none starts if one that generates can't.
         """
         table = self._table
         partial = [request for rank in table.ranks for request in rank.prefilling.values()]
-        admit = admit and bool(table.waiting) and any(rank.num_free_slots for rank in table.ranks)
+        admit = admit and table.num_waiting > 0 and any(rank.num_free_slots for rank in table.ranks)
         if not partial and not admit:
             return []
+        shared = self._shares_time(partial)
+        pooled_tokens = self._pooled_tokens(num_decodes, partial) if shared else None
         budget = PrefillBudget(
             num_decodes,
             step_tokens=self._step_tokens,
             prefill_tokens=self._prefill_tokens,
             prompt_logprob_tokens=self._capacity.prompt_logprob_tokens,
+            pooled_tokens=pooled_tokens,
         )
         chosen: list[tuple[Request, int]] = []
         promised = [[0] * len(self._capacity.pages_by_group) for _ in table.ranks]
-        open_ranks = list(table.ranks)
+        self.num_deferred = 0
+        may_start = admit
+        for pooled in (True, False) if shared else (False, True):
+            open_ranks = list(table.ranks)
+            own = [request for request in partial if request.pooled == pooled]
+            self._continue(own, open_ranks, chosen, budget, promised)
+            queue = table.pooled_waiting if pooled else table.waiting
+            if may_start and queue and not (pooled and pooled_tokens == 0):
+                started = self._start_waiting(queue, open_ranks, chosen, opens, budget, promised)
+                may_start = started or shared
+        if shared and (spent := [length for request, length in chosen if request.pooled]):
+            self._pooled_share.spend(num_decodes, sum(spent))
+        if chosen and not budget.prompt_logprobs:  # steps with prompt log probabilities run another program
+            self._trim(chosen, budget.totals)
+        return chosen
+
+    def _continue(
+        self,
+        partial: list[Request],
+        open_ranks: list[Rank],
+        chosen: list[tuple[Request, int]],
+        budget: PrefillBudget,
+        promised: list[list[int]],
+    ) -> None:
+        """Choose chunks of prompts that are partly planned; a rank whose prompt is still not complete is closed."""
         # The oldest first: a chunk with prompt log probabilities limits all chunks to a smaller program.
         for request in sorted(partial, key=lambda request: request.arrival) if len(partial) > 1 else partial:
-            rank = table.ranks[request.rank]
+            rank = self._table.ranks[request.rank]
             planned, held = request.num_planned_tokens, len(request.pages[0])
-            wants = request.needs_prompt_logprobs
             self._limit(budget, rank, request.num_fill_tokens - (request.num_cached_tokens or 0))
             room = (held + self._unpromised(rank, promised)) * self._page_size - planned
-            length = min(request.num_fill_tokens - planned, room, budget.max_chunk(rank.index, prompt_logprobs=wants))
+            length = min(request.num_fill_tokens - planned, room, budget.max_chunk(rank.index, **_kind(request)))
             if length <= 0:
                 open_ranks.remove(rank)
                 continue
             if (cut := _state_cut(request, length)) < length:
                 length = cut
                 open_ranks.remove(rank)
-            budget.add_chunk(rank.index, length, prompt_logprobs=wants)
+            budget.add_chunk(rank.index, length, **_kind(request))
             chosen.append((request, length))
             added = rank.pool.pages_for(planned + length) - held
             promised[rank.index] = [pages + added for pages in promised[rank.index]]
-        if admit:
-            self._start_waiting(open_ranks, chosen, opens, budget, promised)
-        if chosen and not budget.prompt_logprobs:  # steps with prompt log probabilities run another program
-            self._trim(chosen, budget.totals)
-        return chosen
+
+    def _shares_time(self, partial: list[Request]) -> bool:
+        """Return whether there are pooled requests, and others decode."""
+        waits = len(self._table.pooled_waiting) > 0 or any(request.pooled for request in partial)
+        return waits and self._pooled_share.is_limited and any(rank.decoding for rank in self._table.ranks)
+
+    def _pooled_tokens(self, num_decodes: Sequence[int], partial: list[Request]) -> int:
+        """Return how many tokens of pooled requests the step may have on each rank."""
+        self._pooled_share.earn(num_decodes)
+        rests = [request.num_fill_tokens - request.num_planned_tokens for request in partial if request.pooled]
+        first = next(self._table.pooled_waiting.in_order(), None)
+        rest = rests[0] if rests else self._prefill_tokens if first is None else first.num_fill_tokens
+        return self._pooled_share.tokens(num_decodes, rest)
 
     def _limit(self, budget: PrefillBudget, rank: Rank, num_tokens: int) -> None:
         """Reduce the budget of a step for a prompt that takes several steps, while others decode."""
@@ -127,13 +170,16 @@ class PrefillChooser:
 
     def _start_waiting(
         self,
+        queue: WaitingQueue,
         open_ranks: list[Rank],
         chosen: list[tuple[Request, int]],
         opens: list[SlotOpen],
         budget: PrefillBudget,
         promised: list[list[int]],
-    ) -> None:
+    ) -> bool:
         """Start waiting requests in queue order, as long as an open rank has budget and pages.
+
+        Return False if one can't start for want of pages or of a slot.
 
         `promised[i]` of the available pages of rank i, by KV group, are needed by chunks chosen before. A request whose
         best rank only lacks budget in this step waits for the next step: another rank would compute its prefix again.
@@ -144,15 +190,14 @@ class PrefillChooser:
         pending = [sum(r.num_fill_tokens - r.num_planned_tokens for r in rank.prefilling.values()) for rank in ranks]
         missing = [rank.missing_window_pages() for rank in ranks]
         num_passed = 0
-        self.num_deferred = 0
-        for waiting in self._table.waiting.in_order():
-            wants = waiting.needs_prompt_logprobs
+        for waiting in queue.in_order():
+            kind = _kind(waiting)
             able = [rank for rank in open_ranks if self._has_slot(rank)]
-            if num_passed > _MAX_PASSED or not any(budget.max_chunk(r.index, prompt_logprobs=wants) > 0 for r in able):
-                return
+            if num_passed > _MAX_PASSED or not any(budget.max_chunk(rank.index, **kind) > 0 for rank in able):
+                return bool(able)
             for rank in rank_by_cost(waiting, able, pending):
                 index, cache, pool = rank.index, rank.cache, rank.pool
-                if budget.max_chunk(index, prompt_logprobs=wants) <= 0:
+                if budget.max_chunk(index, **kind) <= 0:
                     num_passed += 1
                     break
                 fill, reusable = waiting.fill_tokens, waiting.num_reusable_tokens
@@ -171,12 +216,12 @@ class PrefillChooser:
                     continue
                 opens.append(self._table.start(waiting, rank, node, pages, held))
                 self._limit(budget, rank, waiting.num_fill_tokens - cached)
-                length = min(waiting.num_fill_tokens - cached, budget.max_chunk(index, prompt_logprobs=wants))
+                length = min(waiting.num_fill_tokens - cached, budget.max_chunk(index, **kind))
                 room = self._unpromised(rank, promised) * self._page_size + matched - cached
                 if (most := min(room, _state_cut(waiting, length))) < length:
                     length = most
                     open_ranks.remove(rank)
-                budget.add_chunk(index, length, prompt_logprobs=wants)
+                budget.add_chunk(index, length, **kind)
                 chosen.append((waiting, length))
                 whole = pool.pages_for(waiting.num_fill_tokens) - len(waiting.pages[0])
                 at_once = pool.pages_for(length)
@@ -187,7 +232,8 @@ class PrefillChooser:
                 pending[index] += waiting.num_fill_tokens - cached
                 break
             else:
-                return
+                return False
+        return True
 
     def _fits(
         self,
@@ -257,6 +303,11 @@ class PrefillChooser:
             and (rank.states is None or rank.states.expect_snapshot(other, fill[: request.num_reusable_tokens], end))
             for other, _ in chosen
         )
+
+
+def _kind(request: Request) -> dict[str, bool]:
+    """Return what the budget of a chunk depends on."""
+    return {"prompt_logprobs": request.needs_prompt_logprobs, "pooled": request.pooled}
 
 
 def _state_cut(request: Request, length: int) -> int:

@@ -18,11 +18,15 @@ from jaxserve.step_plan import SlotOpen
 
 
 class RequestTable:
-    """Open requests by id. A request that doesn't wait runs on the rank `Request.rank`."""
+    """Open requests by id. A request that doesn't wait runs on the rank `Request.rank`.
 
-    def __init__(self, ranks: Sequence[Rank], waiting: WaitingQueue) -> None:
+    Pooled requests wait in a queue of their own, `pooled_waiting`.
+    """
+
+    def __init__(self, ranks: Sequence[Rank], waiting: WaitingQueue, pooled_waiting: WaitingQueue) -> None:
         self.ranks = tuple(ranks)
         self.waiting = waiting
+        self.pooled_waiting = pooled_waiting
         self.requests: dict[str, Request] = {}
         self.num_finished = 0
 
@@ -31,6 +35,11 @@ class RequestTable:
         """The requests of all ranks that still have tokens to plan."""
         for rank in self.ranks:
             yield from rank.running
+
+    @property
+    def num_waiting(self) -> int:
+        """The number of requests in both queues."""
+        return len(self.waiting) + len(self.pooled_waiting)
 
     @property
     def num_running(self) -> int:
@@ -46,35 +55,39 @@ class RequestTable:
     def num_queued_tokens(self) -> int:
         """The number of tokens of prompts that no step computes yet. Cached ones count until their request starts."""
         partial = (request for rank in self.ranks for request in rank.prefilling.values())
-        return self.waiting.num_tokens + sum(r.num_fill_tokens - r.num_planned_tokens for r in partial)
+        queued = self.waiting.num_tokens + self.pooled_waiting.num_tokens
+        return queued + sum(r.num_fill_tokens - r.num_planned_tokens for r in partial)
 
     def add(self, request: Request) -> None:
         """Add a new request to the table and to the queue."""
         self.requests[request.request_id] = request
-        self.waiting.add(request)
+        self._queue(request).add(request)
 
     def start(
         self, request: Request, rank: Rank, node: RadixNode, pages: list[int], held: Sequence[HeldWindow] = ()
     ) -> SlotOpen:
         """Start a waiting request on a rank; see `Rank.start`."""
-        self.waiting.remove(request)
+        self._queue(request).remove(request)
         return rank.start(request, node, pages, held)
 
     def retract(self, request: Request) -> None:
         """Stop a running request and put it back into the queue; it may start again on any rank."""
         self.ranks[request.rank].stop(request)
         request.reset_progress()
-        self.waiting.requeue(request)
+        self._queue(request).requeue(request)
 
     def finish(self, request: Request) -> None:
         """Remove a request that ends, whether it waits or runs."""
         if request.phase is Phase.WAITING:
-            self.waiting.remove(request)
+            self._queue(request).remove(request)
         else:
             self.ranks[request.rank].stop(request)
         request.phase = Phase.FINISHED
         del self.requests[request.request_id]
         self.num_finished += 1
+
+    def _queue(self, request: Request) -> WaitingQueue:
+        return self.pooled_waiting if request.pooled else self.waiting
 
     def check(self) -> list[str]:
         """Return the inconsistencies found, as sentences; none if every page, slot and request is counted once."""
@@ -87,15 +100,18 @@ class RequestTable:
     def _check_requests(self) -> list[str]:
         problems = []
         ending = (request for rank in self.ranks for request in rank.finishing.values())
-        listed = Counter(request.request_id for request in [*self.running, *ending, *self.waiting])
+        listed = Counter(
+            request.request_id for request in [*self.running, *ending, *self.waiting, *self.pooled_waiting]
+        )
         for request_id in listed.keys() | self.requests.keys():
             if listed[request_id] != 1 or request_id not in self.requests:
                 known = "open" if request_id in self.requests else "not open"
                 problems.append(f"request {request_id} is {known} and listed {listed[request_id]} times")
-        tokens = sum(request.num_fill_tokens for request in self.waiting)
-        if tokens != self.waiting.num_tokens:
-            problems.append(f"{tokens} tokens wait and {self.waiting.num_tokens} are counted")
-        for request in self.waiting:
+        for queue in (self.waiting, self.pooled_waiting):
+            tokens = sum(request.num_fill_tokens for request in queue)
+            if tokens != queue.num_tokens:
+                problems.append(f"{tokens} tokens wait and {queue.num_tokens} are counted")
+        for request in (*self.waiting, *self.pooled_waiting):
             if request.phase is not Phase.WAITING or request.slot is not None or request.pages[0] or request.node:
                 problems.append(f"waiting request {request.request_id} is {request.phase} or holds a slot or pages")
         return problems

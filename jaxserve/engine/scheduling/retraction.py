@@ -108,13 +108,13 @@ class Retraction:
                 before,
                 self._ratio.value,
                 table.num_running,
-                len(table.waiting),
+                table.num_waiting,
                 self._stats.num_preemptions,
             )
         return num_retracted
 
     def _preempt_for_priority(self, *, in_flight: bool) -> int | None:
-        """Retract requests of lower priority if the first waiting request can't start otherwise.
+        """Retract requests of lower priority if the first waiting request that generates can't start otherwise.
 
         Return 0, as the retracted requests stand behind it in the queue, so that it may start in the same plan. Return
         None if a step in flight must be committed first.
@@ -144,7 +144,7 @@ class Retraction:
             num_retracted,
             first.priority,
             table.num_running,
-            len(table.waiting),
+            table.num_waiting,
             self._stats.num_preemptions,
         )
         return 0

@@ -79,6 +79,7 @@ class Scheduler:
         state_snapshot_interval: int = 0,
         record_cache_events: bool = False,
         mixed_step_seconds: float = 0.0,
+        pooled_time_share: float = 1.0,
         speculation: Speculation | None = None,
         grammars: Grammars | None = None,
         overlap: bool = True,
@@ -107,7 +108,8 @@ class Scheduler:
             namespace, fill, limit = request.namespace, request.fill_tokens, request.num_reusable_tokens
             return max(rank.cache.match_length(namespace, fill, limit) for rank in ranks)
 
-        self._table = RequestTable(ranks, WaitingQueue(policy, cached, random_seed))
+        queues = (WaitingQueue(policy, cached, random_seed) for _ in range(2))
+        self._table = RequestTable(ranks, *queues)
         self._ratio = admission.NewTokenRatio(conservativeness)
         self._planner = Planner(
             self._table,
@@ -118,6 +120,7 @@ class Scheduler:
             ratio=self._ratio,
             shares_prefixes=prefix_cache,
             mixed_step_seconds=mixed_step_seconds,
+            pooled_time_share=pooled_time_share,
             speculation=speculation,
             overlap=overlap,
         )
@@ -128,6 +131,7 @@ class Scheduler:
         self._in_flight: deque[_Planned] = deque()
         self._committed_at = self._step_seconds = 0.0
         self._times_steps = speculation is not None or grammars is not None or mixed_step_seconds > 0
+        self._times_steps = self._times_steps or (capacity.pooled_size > 0 and pooled_time_share < 1.0)
         self._events: list[TokenEvent] = []
         self._num_arrived = 0
         self._stats = SchedulerStats(capacity)
@@ -196,7 +200,7 @@ class Scheduler:
         planned = self._planner.next_step(admit=num_retracted == 0)
         if planned is None:
             waits = self._in_flight or self._awaiting
-            assert not table.waiting or waits, "requests wait, nothing runs, and none may start"
+            assert not table.num_waiting or waits, "requests wait, nothing runs, and none may start"
             return None
         plan, requests, drawing = planned
         now = self._clock() if self._times_steps else 0.0
@@ -313,7 +317,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """The number of requests that have not started, or were retracted."""
-        return len(self._table.waiting)
+        return self._table.num_waiting
 
     def stats(self) -> EngineStats:
         """Return the current sizes and counters."""

@@ -65,7 +65,7 @@ class SchedulerStats:
         buckets, ranks = self.buckets, table.ranks
         tiers = [rank.cache.tier for rank in ranks]
         states = [rank.cache.states for rank in ranks if rank.cache.states is not None]
-        num_waiting = len(table.waiting)
+        num_waiting = table.num_waiting
         stats = EngineStats(
             num_running=table.num_running,
             num_waiting=num_waiting,

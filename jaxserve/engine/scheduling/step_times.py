@@ -26,9 +26,14 @@ class StepTimes:
         """Return the seconds of a step of decodes, or None if none was measured."""
         return self._costs.of(("decode", self._capacity.bucket("decode", rows)))
 
+    def of_step(self, decodes: int) -> float | None:
+        """Return the seconds of a step of decodes alone; those of one with prompts if only such were measured."""
+        found = self.of_decodes(decodes)
+        return self.of_mixed(decodes) if found is None else found
+
     def mixed_size(self, tokens: int) -> int:
         """Return the size of the program that holds a step with prompts of this many tokens in all."""
-        return self._capacity.bucket("mixed", tokens)
+        return self._capacity.bucket("mixed", min(tokens, self._capacity.token_buckets[-1]))
 
     def of_mixed(self, tokens: int) -> float | None:
         """Return the seconds of a step with prompts, less if it was measured long ago, or None if it never was."""
