@@ -50,10 +50,18 @@ class Expected:
     stop_id: int | None
     logprobs: list[TokenLogprobs] | None
     prompt_logprobs: list[TokenLogprobs | None] | None
+    pooled: bytes | None = None
+
+
+def vector_of(tokens: Sequence[int]) -> bytes:
+    """Return the vector of a sequence."""
+    return zlib.crc32(f"vector {list(tokens)}".encode()).to_bytes(4, "little")
 
 
 def run_alone(request: EngineRequest, max_model_len: int) -> Expected:
     """Compute one request alone, in full at every step (its sampling has a seed, or is greedy)."""
+    if request.pooled:
+        return Expected([], FinishReason.STOP, None, None, None, vector_of(request.prompt_ids))
     sampling, tokens = request.sampling, list(request.prompt_ids)
     outputs: list[int] = []
     logprobs: list[TokenLogprobs] = []
@@ -366,7 +374,7 @@ class FakeExecutor:
             assert chunk.start == start
             tokens = chunk.tokens
             assert len(tokens) == chunk.length
-        assert start + chunk.length < self.capacity.max_model_len
+        assert start + chunk.length < self.capacity.max_model_len + chunk.pooled
         pages = -(-(start + chunk.length) // size)
         assert all(len(table) >= pages for table in slot.tables), "pages don't fit the tokens"
         if not self.capacity.max_drafts:
@@ -411,6 +419,12 @@ class FakeExecutor:
             self._write(chunk, slot.length, draft)
             accepted += 1
             slot.length += 1
+        if chunk.pooled:
+            assert self.capacity.pooled_size
+            assert not chunk.sample
+            assert slot.opened.num_cached_tokens == 0 or not self.capacity.pools_all_tokens, "tokens without a state"
+            assert slot.length == len(slot.opened.prompt_ids), "a vector before the end"
+            result.pooled[index] = vector_of(seen)
         if self.capacity.max_drafts:
             result.drafts.append((accepted + rejected, accepted))
         if sampling.prompt_logprobs is not None and chunk.logits == chunk.length and chunk.tokens is not None:

@@ -66,6 +66,27 @@ def _random_request(
     )
 
 
+def _with_pooled(requests: dict[str, EngineRequest], seed: int, max_model_len: int) -> dict[str, EngineRequest]:
+    """Return the requests, of which in most seeds some are pooled, and a few are as long as the context."""
+    rng = random.Random(f"pooled {seed}")
+    share = 0.0 if seed % 10 == 9 else rng.choice([0.0, 0.2, 0.2, 0.8])
+    found = dict(requests)
+    for request_id, request in requests.items():
+        if rng.random() < share:
+            prompt = request.prompt_ids
+            if rng.random() < 0.1:
+                prompt = [rng.randrange(VOCAB) for _ in range(max_model_len)]
+            found[request_id] = msgspec.structs.replace(
+                request,
+                pooled=True,
+                prompt_ids=prompt,
+                grammar="",
+                thinking=None,
+                sampling=SamplingParams(max_tokens=0, seed=request.sampling.seed),
+            )
+    return found
+
+
 def _random_engine(
     rng: random.Random,
     limits: QueueLimits,
@@ -76,6 +97,8 @@ def _random_engine(
     speculates: bool,
     num_stages: int,
     states: bool,
+    pools_all_tokens: bool,
+    pooled_time_share: float,
 ) -> tuple[EngineLoop, Scheduler, FakeExecutor]:
     """Make a random engine; if `tiered`, with host memory and so few pages that most cached ones are evicted to it."""
     num_slots = rng.choice([1, 3] if tiered else [1, 3, 8, 8])
@@ -98,6 +121,8 @@ def _random_engine(
         prompt_logprob_tokens=num_slots + rng.randint(1, 8),
         num_ranks=num_ranks,
         num_stages=num_stages,
+        pooled_size=1,
+        pools_all_tokens=pools_all_tokens,
         rotation_length=rng.choice([None, None, rng.randint(4, max_model_len)]),
     )
     if speculates:
@@ -115,6 +140,7 @@ def _random_engine(
         max_prefill_tokens=rng.choice([4, 64]),
         max_num_batched_tokens=rng.choice([num_slots + 1, 64]),
         mixed_step_seconds=1e-9 if not tiered and capacity.num_pages % 8 == 0 else 0.0,
+        pooled_time_share=pooled_time_share,
         limits=limits,
         policy=rng.choice(get_args(Policy)),
         conservativeness=rng.choice([0.0, 0.0, 0.3, 1.0, 1.3]),
@@ -187,7 +213,7 @@ QUICK_CONSTRAINED = QUICK[1], QUICK[4], QUICK[6], QUICK[7]
 def test_tokens_are_those_of_each_request_alone(
     block: int, constrained: float, tiered: bool, num_ranks: int, num_windows: int, speculates: bool, states: bool
 ) -> None:
-    preempted = aborted_running = hits = loaded = num_refused = 0
+    preempted = aborted_running = hits = loaded = num_refused = pooled = 0
     states_found = states_evicted = states_loaded = recomputed = 0
     for seed in range(block * 50, block * 50 + _num_seeds(constrained, tiered, num_ranks)):
         rng = random.Random(seed)
@@ -200,6 +226,8 @@ def test_tokens_are_those_of_each_request_alone(
             speculates=speculates,
             num_stages=random.Random(f"stages {seed}").choice([1, 1, 2, 4]),
             states=states,
+            pools_all_tokens=seed % 2 == 0,
+            pooled_time_share=random.Random(f"share {seed}").choice([0.01, 0.3, 1.0]),
         )
         max_model_len = executor.capacity.max_model_len
         requests: dict[str, EngineRequest] = {}
@@ -207,6 +235,7 @@ def test_tokens_are_those_of_each_request_alone(
             # A few long conversations are found again after they have been evicted.
             earlier = list(requests.values())[: 4 if tiered else None]
             requests[f"r{i}"] = _random_request(rng, i, max_model_len, earlier, constrained)
+        requests = _with_pooled(requests, seed, max_model_len)
         arrivals = list(requests.values())
         aborted: set[str] = set()
         refused: set[str] = set()
@@ -274,6 +303,8 @@ def test_tokens_are_those_of_each_request_alone(
                 assert token_ids == expected.token_ids[: len(token_ids)]
                 continue
             assert last_event.finish_reason is expected.finish_reason, last_event
+            assert last_event.pooled == expected.pooled
+            pooled += expected.pooled is not None
             assert token_ids == expected.token_ids
             assert last_event.stop_id == expected.stop_id
             if expected.logprobs is not None:
@@ -283,6 +314,7 @@ def test_tokens_are_those_of_each_request_alone(
     # How long a grammar takes changes what happens, so that nothing certain can be asked of it
     assert preempted > 3 or constrained, "these seeds cause no retractions"
     assert num_refused or constrained, "these seeds refuse no requests"
+    assert pooled > 20, "these seeds pool few requests"
     assert hits > (10 if states else 40) or constrained, "these seeds cause no cache hits"
     assert loaded > 2 or constrained or not tiered or states, "these seeds load nothing from host memory"
     if states and not constrained:

@@ -26,10 +26,11 @@ class StepTimes:
         """Return the seconds of a step of decodes, or None if none was measured."""
         return self._costs.of(("decode", self._capacity.bucket("decode", rows)))
 
-    def of_step(self, decodes: int) -> float | None:
-        """Return the seconds of a step of decodes alone; those of one with prompts if only such were measured."""
-        found = self.of_decodes(decodes)
-        return self.of_mixed(decodes) if found is None else found
+    def of_step(self, tokens: int) -> float | None:
+        """Return the seconds of a step without prompts; those of one with prompts if only such were measured, or if it
+        has runs of forced tokens."""
+        found = self.of_decodes(tokens) if tokens <= self._capacity.decode_buckets[-1] else None
+        return self.of_mixed(tokens) if found is None else found
 
     def mixed_size(self, tokens: int) -> int:
         """Return the size of the program that holds a step with prompts of this many tokens in all."""

@@ -161,7 +161,7 @@ def roofline(deployment: Deployment, target: DeviceTarget) -> Roofline:
         bandwidth=target.memory_bandwidth,
         peak_flops=target.peak_flops.get(deployment.dtype.name),
         # A step reads only a few rows of an embedding that isn't the output head as well.
-        read_bytes=device_bytes((others, params.norm, head), axes),
+        read_bytes=device_bytes((others, params.norm, params.pooled, head), axes),
         layer_flops=2 * (of_layers(others) + of_layers(experts) * chosen * ranks) + _state_flops(deployment),
         head_flops=2 * of_layers(head),
         attention=_attention(deployment),
