@@ -128,7 +128,7 @@ def test_a_converted_folder(folder: Path) -> None:
     source = resolve(str(folder))
 
     assert source == ModelSource(folder, "orbax", "my-model")
-    assert read_config(source) == fetch_config(str(folder)) == {"model_type": "llama"}
+    assert (read_config(source), source) == fetch_config(str(folder)) == ({"model_type": "llama"}, source)
 
 
 def test_an_orbax_checkpoint_that_is_no_converted_folder(tmp_path: Path) -> None:

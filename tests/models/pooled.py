@@ -1,0 +1,107 @@
+"""The fixtures of pooled requests (scripts/make_pooled.py), and vectors computed the naive way, for comparison."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from jaxserve.config.schema import EngineConfig
+from jaxserve.config.served_model import ServedModel, read_served_model
+from jaxserve.layers.linear import linear
+from jaxserve.model_source import ModelSource, resolve
+from jaxserve.models.layout import AnyModel, LaidOutModel
+from jaxserve.models.registry import abstract_params, family, forward, parse_model_config
+from jaxserve.runtime.devices.mesh import make_mesh, partitions, shardings
+from jaxserve.weights import build_params, open_weights
+from pallas_kernels.paged_attention import REFERENCE
+from tests.models.forward import empty_pools, whole_prompt
+
+POOLED = Path(__file__).parents[1] / "fixtures" / "pooled"
+FOLDERS = sorted(path.name for path in POOLED.iterdir())
+SETTINGS: dict[str, dict[str, Any]] = {"qwen3_reranker": {"convert": "classify"}}
+"""The settings that a fixture needs to be served for its task, by name."""
+_SIZE = 128
+_ACTIVATIONS: dict[str, Any] = {
+    "none": lambda x: x,
+    "tanh": jnp.tanh,
+    "relu": jax.nn.relu,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "silu": jax.nn.silu,
+    "sigmoid": jax.nn.sigmoid,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A text, its ids, its vector before normalization and activation, and after normalization if it is an embedding."""
+
+    text: str
+    ids: list[int]
+    vector: np.ndarray
+    embedding: np.ndarray | None
+
+
+def pooled_source(name: str) -> ModelSource:
+    """Return the files of a fixture."""
+    return resolve(str(POOLED / name))
+
+
+def expected(name: str) -> dict[str, Any]:
+    """Return the content of a fixture's expected.json."""
+    content: dict[str, Any] = json.loads((POOLED / name / "expected.json").read_text())
+    return content
+
+
+def cases(name: str) -> list[Case]:
+    """Return the cases of a fixture."""
+    return [
+        Case(each["text"], each["ids"], np.array(each["vector"], np.float32), _array(each.get("embedding")))
+        for each in expected(name)["cases"]
+    ]
+
+
+def _array(numbers: list[float] | None) -> np.ndarray | None:
+    return None if numbers is None else np.array(numbers, np.float32)
+
+
+def served(source: ModelSource, **settings: Any) -> ServedModel:
+    """Return what these settings serve."""
+    return read_served_model(EngineConfig(model=str(source.path), **settings), source)
+
+
+def vectors(source: ModelSource, found: ServedModel, prompts: list[list[int]], shards: int = 1) -> list[np.ndarray]:
+    """Return the vector of each prompt, in float32, on so many devices."""
+    model: AnyModel = LaidOutModel(parse_model_config(found.raw, found.where, found.task), shards=shards)
+    mesh = make_mesh(jax.devices("cpu"), tensor=shards)
+    abstract = abstract_params(model, np.dtype(np.float32))
+    params = build_params(abstract, shardings(mesh, abstract), open_weights(source, abstract))
+    parts = (partitions(abstract), PartitionSpec(), PartitionSpec())
+    run = jax.jit(
+        jax.shard_map(
+            functools.partial(_vector, model), mesh=mesh, in_specs=parts, out_specs=PartitionSpec(), check_vma=False
+        )
+    )
+    padded = [np.pad(np.array(ids, np.int32), (0, _SIZE - len(ids))) for ids in prompts]
+    return [np.array(run(params, ids, np.int32(len(prompt)))) for ids, prompt in zip(padded, prompts)]
+
+
+def _vector(model: AnyModel, params: Any, tokens: jax.Array, length: jax.Array) -> jax.Array:
+    batch = whole_prompt(tokens, length, len(model.kv_specs()))
+    kv = empty_pools(model, len(tokens))
+    hidden = forward(model, params, family(model).embed(model, params, batch), batch, kv, REFERENCE).hidden
+    pooling = model.config.pooling
+    assert pooling is not None
+    kept = (jnp.arange(len(tokens)) < length)[:, None]
+    x = jnp.where(kept, hidden, 0).sum(axis=0) / length if pooling.method == "mean" else hidden[length - 1]
+    for layer, weights in zip(pooling.layers, params.pooled, strict=True):
+        x = linear(x[None], weights.weight, weights.bias, out_dtype=jnp.float32)[0, : layer.outputs]
+        x = _ACTIVATIONS[layer.activation](x)
+    return x
