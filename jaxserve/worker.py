@@ -20,7 +20,7 @@ from jaxserve import model_source
 from jaxserve.api_types import EngineInfo, KVGroup
 from jaxserve.config.data_parallel import parallelism
 from jaxserve.config.schema import EngineConfig
-from jaxserve.config.served_model import read_served_model
+from jaxserve.config.served_checkpoint import read_served_checkpoint
 from jaxserve.engine.core.loop import EngineLoop
 from jaxserve.engine.core.profiling import Profiling
 from jaxserve.engine.multihost.process_group import ProcessGroup
@@ -162,7 +162,7 @@ def _prepare(config: EngineConfig, nodes: ProcessGroup | None) -> _EngineParts:
         source = model_source.resolve(config.model)
         if config.speculative_model is not None:
             model_source.resolve(config.speculative_model)
-        served = read_served_model(config, source)
+        served = read_served_checkpoint(config, source)
         model = parse_model_config(served.raw, served.where, served.task)
         check_tensors(source, model, config.load_format)
         stored = stored_types(source, model, config.load_format)

@@ -1,4 +1,4 @@
-"""Creates the fixtures of pooled requests: tiny random checkpoints, and what transformers and sentence-transformers give.
+"""Creates the fixtures of pooled requests: tiny random checkpoints, and the vectors of other libraries.
 
 Owns `tests/fixtures/pooled/*`. Each folder is a checkpoint as one on the hub, with a tokenizer of bytes, and
 `expected.json`: texts, their ids, and the vector or the logits of each, before normalization and activation;
@@ -25,6 +25,7 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.cross_encoder.modules import LogitScore
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import (
+    AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -107,18 +108,12 @@ def write_model(folder: Path, auto: Any, config: dict[str, Any], architecture: s
     """Write config.json and random weights under the names that `auto`'s class has; return the model read back."""
     raw = {"architectures": [architecture], **config, **changes}
     write_json(folder / "config.json", raw)
-    loaded = auto.from_config(_config(folder), dtype=torch.float32)
+    loaded = auto.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
     state = random_state(loaded, folder.name)
     if raw["tie_word_embeddings"]:
         state.pop("lm_head.weight", None)
     save_file(state, folder / "model.safetensors", {"format": "pt"})
     return auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-
-
-def _config(folder: Path) -> Any:
-    from transformers import AutoConfig
-
-    return AutoConfig.from_pretrained(folder)
 
 
 @torch.no_grad()
@@ -202,7 +197,10 @@ def qwen3_reranker(folder: Path) -> None:
         ids = AutoTokenizer.from_pretrained(folder)(TEXTS[0])["input_ids"]
         scored = score({"causal_logits": model(torch.tensor([ids])).logits})["scores"]
     write_expected(
-        folder, lambda ids: model(torch.tensor([ids])).logits[0, -1, tokens], tokens=tokens, score=float(scored.sigmoid())
+        folder,
+        lambda ids: model(torch.tensor([ids])).logits[0, -1, tokens],
+        tokens=tokens,
+        score=float(scored.sigmoid()),
     )
 
 

@@ -21,7 +21,7 @@ _REWARD_MODELS = ("Qwen2ForRewardModel",)
 _PER_TOKEN = ("ForTokenClassification", "ForProcessRewardModel", "ForQuestionAnswering")
 
 
-class Architecture(NamedTuple):
+class ModelClass(NamedTuple):
     """An architecture as its `name` says: the class of its family that has a head of tokens, and its own `head`."""
 
     name: str
@@ -29,7 +29,7 @@ class Architecture(NamedTuple):
     head: Head
 
 
-def architecture_of(raw: Mapping[str, Any], where: str) -> Architecture:
+def model_class_of(raw: Mapping[str, Any], where: str) -> ModelClass:
     """Return the architecture of a config.json. Raises `ConfigError` for one with a head for each token."""
     name = (Fields(raw, where).texts("architectures") or ["(none)"])[0]
     if name.endswith(_PER_TOKEN):
@@ -39,7 +39,7 @@ def architecture_of(raw: Mapping[str, Any], where: str) -> Architecture:
         )
     suffix = next((suffix for suffix in _HEADS if name.endswith(suffix)), None)
     if suffix is None or (suffix == "ForRewardModel" and name not in _REWARD_MODELS):
-        return Architecture(name, name, "tokens")
+        return ModelClass(name, name, "tokens")
     stem = name.removesuffix(suffix)
     generative = stem + _MULTIMODAL if raw.get("text_config") else stem.removesuffix("Text") + _TOKENS
-    return Architecture(name, generative, _HEADS[suffix])
+    return ModelClass(name, generative, _HEADS[suffix])

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxserve.errors import ConfigError
-from jaxserve.model_source.architectures import Architecture
+from jaxserve.model_source.architectures import ModelClass
 from jaxserve.model_source.fields import WIDTH, Fields, abbreviate
 from jaxserve.model_source.pooling import LabelActivation, PooledLayer, PooledTask, Pooling
 from jaxserve.model_source.source import ModelSource
@@ -29,9 +29,9 @@ _PROBLEMS: dict[str, LabelActivation] = {
 _FUNCTIONS: dict[str, LabelActivation] = {"Identity": "none", "Sigmoid": "sigmoid", "Softmax": "softmax"}
 
 
-def of_own_layers(architecture: Architecture, fields: Fields, width: int) -> PooledTask:
+def of_own_layers(model: ModelClass, fields: Fields, width: int) -> PooledTask:
     """Return the task of a head with layers of its own, of a classifier or of a reward model."""
-    is_reward = architecture.head == "reward"
+    is_reward = model.head == "reward"
     labels = _labels(fields, 1 if is_reward else 2)
     last = PooledLayer("score", width, len(labels))
     layers: tuple[PooledLayer, ...] = (last,)
@@ -45,7 +45,7 @@ def of_own_layers(architecture: Architecture, fields: Fields, width: int) -> Poo
 
 
 def of_token_texts(
-    architecture: Architecture, fields: Fields, width: int, source: ModelSource | None, vocab_size: int
+    model: ModelClass, fields: Fields, width: int, source: ModelSource | None, vocab_size: int
 ) -> PooledTask:
     """Return the task of the head of the tokens that `classifier_from_token` names. Without a source, ids are 0, 1, …
 
@@ -69,23 +69,23 @@ def of_token_texts(
             )
         ids.append(one)
     if two_way:
-        return of_two_tokens(architecture, fields, width, (ids[0], ids[1]), (texts[0], texts[1]), vocab_size)
+        return of_two_tokens(model, fields, width, (ids[0], ids[1]), (texts[0], texts[1]), vocab_size)
     layer = _rows(fields, width, tuple(ids), vocab_size)
     return _task((layer,), tuple(texts), _activation(fields, len(texts)), scores_pairs=len(texts) == 1)
 
 
 def of_scored_token(
-    architecture: Architecture, fields: Fields, width: int, tokens: tuple[int, ...], vocab_size: int
+    model: ModelClass, fields: Fields, width: int, tokens: tuple[int, ...], vocab_size: int
 ) -> PooledTask:
     """Return the task of a head whose score is the logit of a token, after the one that says the opposite, if any."""
     if len(tokens) == 2:
-        return of_two_tokens(architecture, fields, width, (tokens[0], tokens[1]), ("false", "true"), vocab_size)
+        return of_two_tokens(model, fields, width, (tokens[0], tokens[1]), ("false", "true"), vocab_size)
     layer = _rows(fields, width, tokens, vocab_size)
-    return _task((layer,), ("true",), _activation(fields, 1), scores_pairs=True, template=_template(architecture))
+    return _task((layer,), ("true",), _activation(fields, 1), scores_pairs=True, template=_template(model))
 
 
 def of_two_tokens(
-    architecture: Architecture,
+    model: ModelClass,
     fields: Fields,
     width: int,
     tokens: tuple[int, int],
@@ -94,30 +94,30 @@ def of_two_tokens(
 ) -> PooledTask:
     """Return the task of a head whose score is the probability of the second of two tokens, among both."""
     layer = _rows(fields, width, tokens, vocab_size)
-    return _task((layer,), labels, "softmax", scores_pairs=True, template=_template(architecture))
+    return _task((layer,), labels, "softmax", scores_pairs=True, template=_template(model))
 
 
 def of_reranker(
-    architecture: Architecture, fields: Fields, width: int, source: ModelSource | None, vocab_size: int
+    model: ModelClass, fields: Fields, width: int, source: ModelSource | None, vocab_size: int
 ) -> PooledTask:
     """Return the task of a Qwen3-Reranker as published: its config is that of any Qwen3, its answers are no and yes.
 
     Raises `ConfigError` for another family, or a vocabulary without both tokens.
     """
-    is_qwen3 = architecture.generative == _QWEN3
+    is_qwen3 = model.generative == _QWEN3
     found = (0, 1) if source is None else token_ids(source, _NO_YES) if is_qwen3 else (None, None)
     no, yes = found
     if not is_qwen3 or no is None or yes is None:
         raise ConfigError(
-            f"{fields.where}: convert=classify: {architecture.name} has no head of labels; to make one of the logits "
+            f"{fields.where}: convert=classify: {model.name} has no head of labels; to make one of the logits "
             'of tokens, name them: --hf-overrides \'{"classifier_from_token": ["no", "yes"], "method": '
             f'"{_TWO_WAY}"}}\''
         )
-    return of_two_tokens(architecture, fields, width, (no, yes), _NO_YES, vocab_size)
+    return of_two_tokens(model, fields, width, (no, yes), _NO_YES, vocab_size)
 
 
-def _template(architecture: Architecture) -> str:
-    return "qwen3_reranker" if architecture.generative == _QWEN3 else ""
+def _template(model: ModelClass) -> str:
+    return "qwen3_reranker" if model.generative == _QWEN3 else ""
 
 
 def _task(

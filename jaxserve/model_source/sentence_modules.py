@@ -111,8 +111,8 @@ def read_modules(folder: Path) -> SentenceModules | None:
             found = dataclasses.replace(found, normalize=True)
         else:
             raise ConfigError(
-                f"{file}: module {kind} at {path!r} is not supported there; supported: Transformer at '', then Pooling, "
-                "any number of Dense and Normalize, or LogitScore"
+                f"{file}: module {abbreviate(kind)} at {abbreviate(path)} is not supported there; supported: "
+                "Transformer at '', then Pooling, any number of Dense and Normalize, or LogitScore"
             )
     return found
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from jaxserve.errors import ConfigError
 from jaxserve.model_source import label_heads
-from jaxserve.model_source.architectures import Architecture, architecture_of
+from jaxserve.model_source.architectures import ModelClass, model_class_of
 from jaxserve.model_source.fields import WIDTH, Fields
 from jaxserve.model_source.pooling import ModelTask, PooledTask, Pooling
 from jaxserve.model_source.sentence_modules import SentenceModules, read_max_tokens, read_modules, read_prompts
@@ -39,8 +39,8 @@ def read_task(
     Raises `ConfigError` for what doesn't fit the checkpoint, or isn't supported.
     """
     checkpoint = _Checkpoint(source, raw)
-    generative = checkpoint.architecture.head == "tokens"
-    name = checkpoint.architecture.name
+    generative = checkpoint.model_class.head == "tokens"
+    name = checkpoint.model_class.name
     if runner == "generate" and not generative:
         raise ConfigError(
             f"{checkpoint.where}: runner=generate: {name} has no head that gives tokens; leave runner at auto"
@@ -65,7 +65,7 @@ class _Checkpoint:
 
     def __init__(self, source: ModelSource | None, raw: Mapping[str, Any]) -> None:
         self.where = "config.json" if source is None else str(source.config_file)
-        self.architecture: Architecture = architecture_of(raw, self.where)
+        self.model_class: ModelClass = model_class_of(raw, self.where)
         self._source = source
         # A model with an encoder has some of these fields beside those of its text model
         inner = Fields(raw, self.where).object("text_config")
@@ -80,9 +80,9 @@ class _Checkpoint:
         if modules is not None and modules.pooling is not None:
             return "embed"
         scores = modules is not None and modules.scoring is not None
-        if scores or self._has_label_tokens or self.architecture.head in ("labels", "reward"):
+        if scores or self._has_label_tokens or self.model_class.head in ("labels", "reward"):
             return "classify"
-        return "embed" if self.architecture.head == "none" else None
+        return "embed" if self.model_class.head == "none" else None
 
     def embeddings(self, method: Method) -> PooledTask:
         """Return the task of embedding texts."""
@@ -107,14 +107,14 @@ class _Checkpoint:
         """Return the task of scoring texts or giving them labels. Raises `ConfigError` if there is no head for it."""
         if method == "mean":
             raise ConfigError("pooling=mean makes vectors; labels are made of the last token of a text: leave it out")
-        architecture, fields, modules = self.architecture, self._fields, self._modules
-        common = architecture, fields, self._width
+        model, fields, modules = self.model_class, self._fields, self._modules
+        common = model, fields, self._width
         vocab_size = fields.integer("vocab_size", WIDTH, int(WIDTH.most))
         if modules is not None and modules.scoring is not None:
             found = label_heads.of_scored_token(*common, modules.scored_tokens(), vocab_size)
         elif self._has_label_tokens:
             found = label_heads.of_token_texts(*common, self._source, vocab_size)
-        elif architecture.head in ("labels", "reward"):
+        elif model.head in ("labels", "reward"):
             found = label_heads.of_own_layers(*common)
         else:
             found = label_heads.of_reranker(*common, self._source, vocab_size)

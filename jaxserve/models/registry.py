@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 from jaxserve.errors import ConfigError
 from jaxserve.layers.batch import KVPools, LayerOutput, TokenBatch
-from jaxserve.model_source.architectures import architecture_of
+from jaxserve.model_source.architectures import model_class_of
 from jaxserve.model_source.fields import Fields, abbreviate
 from jaxserve.model_source.pooling import ModelTask
 from jaxserve.models import (
@@ -129,7 +129,7 @@ def parse_model_config(
 
     Raises `ConfigError` naming the architecture or the field that is missing, out of range or not supported.
     """
-    name, architecture, _ = architecture_of(raw, where)
+    name, architecture, _ = model_class_of(raw, where)
     if architecture not in _FAMILIES and architecture not in _TEXT_MODELS:
         raise ConfigError(f"architecture {abbreviate(name)} is not supported; {_why_not(name, raw)}")
     fields = Fields({**raw, "architectures": [architecture]}, where)

@@ -16,7 +16,7 @@ import jax
 
 import jaxserve
 from jaxserve.config.schema import EngineConfig
-from jaxserve.config.served_model import read_served_model
+from jaxserve.config.served_checkpoint import read_served_checkpoint
 from jaxserve.errors import ConfigError
 from jaxserve.model_source import ModelSource
 from jaxserve.models.dtypes import dtype_of
@@ -43,7 +43,7 @@ def convert(source: ModelSource, config: EngineConfig, folder: FilePath, progres
     """
     # Orbax asks jax which process this is, and jax would acquire an accelerator for that
     jax.config.update("jax_platforms", "cpu")
-    served = read_served_model(config, source)
+    served = read_served_checkpoint(config, source)
     raw, model = served.raw, parse_model_config(served.raw, served.where, served.task)
     dense = abstract_params(LaidOutModel(model), dtype_of(config.dtype))
     quantization = model.quantization

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxserve.config.schema import EngineConfig
-from jaxserve.config.served_model import ServedModel, read_served_model
+from jaxserve.config.served_checkpoint import ServedCheckpoint, read_served_checkpoint
 from jaxserve.layers.linear import linear
 from jaxserve.model_source import ModelSource, resolve
 from jaxserve.models.layout import AnyModel, LaidOutModel
@@ -41,7 +41,7 @@ _ACTIVATIONS: dict[str, Any] = {
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A text, its ids, its vector before normalization and activation, and after normalization if it is an embedding."""
+    """A text, its ids, its vector before normalization and activation, and the normalized one if it is an embedding."""
 
     text: str
     ids: list[int]
@@ -72,12 +72,14 @@ def _array(numbers: list[float] | None) -> np.ndarray | None:
     return None if numbers is None else np.array(numbers, np.float32)
 
 
-def served(source: ModelSource, **settings: Any) -> ServedModel:
+def served(source: ModelSource, **settings: Any) -> ServedCheckpoint:
     """Return what these settings serve."""
-    return read_served_model(EngineConfig(model=str(source.path), **settings), source)
+    return read_served_checkpoint(EngineConfig(model=str(source.path), **settings), source)
 
 
-def vectors(source: ModelSource, found: ServedModel, prompts: list[list[int]], shards: int = 1) -> list[np.ndarray]:
+def vectors(
+    source: ModelSource, found: ServedCheckpoint, prompts: list[list[int]], shards: int = 1
+) -> list[np.ndarray]:
     """Return the vector of each prompt, in float32, on so many devices."""
     model: AnyModel = LaidOutModel(parse_model_config(found.raw, found.where, found.task), shards=shards)
     mesh = make_mesh(jax.devices("cpu"), tensor=shards)
@@ -91,6 +93,13 @@ def vectors(source: ModelSource, found: ServedModel, prompts: list[list[int]], s
     )
     padded = [np.pad(np.array(ids, np.int32), (0, _SIZE - len(ids))) for ids in prompts]
     return [np.array(run(params, ids, np.int32(len(prompt)))) for ids, prompt in zip(padded, prompts)]
+
+
+def pooled_difference(name: str, shards: int = 1) -> float:
+    """Return the largest difference of any number of a fixture's vectors to the expected ones."""
+    source, own = pooled_source(name), cases(name)
+    found = vectors(source, served(source, **SETTINGS.get(name, {})), [case.ids for case in own], shards)
+    return max(float(np.abs(vector - case.vector).max()) for vector, case in zip(found, own, strict=True))
 
 
 def _vector(model: AnyModel, params: Any, tokens: jax.Array, length: jax.Array) -> jax.Array:

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jaxserve import model_source
 from jaxserve.config.data_parallel import Parallelism, parallelism
 from jaxserve.config.schema import EngineConfig
-from jaxserve.config.served_model import fetch_served_model
+from jaxserve.config.served_checkpoint import fetch_served_checkpoint
 from jaxserve.errors import ConfigError
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.dtypes import dtype_of, kv_dtype_of
@@ -182,7 +182,7 @@ class Deployment:
 def read_model(config: EngineConfig) -> ModelConfig:
     """Read the config of the model that a configuration serves; `model` may be just a config.json. Raises
     `ConfigError`."""
-    served = fetch_served_model(config)
+    served = fetch_served_checkpoint(config)
     return parse_model_config(served.raw, served.where, served.task)
 
 

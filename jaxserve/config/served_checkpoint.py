@@ -17,7 +17,7 @@ from jaxserve.model_source.tasks import read_task
 
 
 @dataclasses.dataclass(frozen=True)
-class ServedModel:
+class ServedCheckpoint:
     """The config of a model in Hugging Face's form, the file that it is from, and what the model is for."""
 
     raw: Mapping[str, Any]
@@ -25,18 +25,18 @@ class ServedModel:
     task: ModelTask
 
 
-def read_served_model(config: EngineConfig, source: ModelSource) -> ServedModel:
+def read_served_checkpoint(config: EngineConfig, source: ModelSource) -> ServedCheckpoint:
     """Return what a configuration serves, whose model has these files. Raises `ConfigError`."""
     return _served(config, read_config(source), source, str(source.config_file))
 
 
-def fetch_served_model(config: EngineConfig) -> ServedModel:
+def fetch_served_checkpoint(config: EngineConfig) -> ServedCheckpoint:
     """Return what a configuration serves, for callers that need no weights. Raises as `fetch_config` does."""
     raw, source = fetch_config(config.model)
     return _served(config, raw, source, f"config of {config.model}")
 
 
-def _served(config: EngineConfig, raw: Mapping[str, Any], source: ModelSource | None, where: str) -> ServedModel:
+def _served(config: EngineConfig, raw: Mapping[str, Any], source: ModelSource | None, where: str) -> ServedCheckpoint:
     raw = merged(raw, config.hf_overrides or {})
     task = read_task(source, raw, runner=config.runner, convert=config.convert, pooling=config.pooling)
     if config.speculative_method != "none" and not task.generates:
@@ -44,7 +44,7 @@ def _served(config: EngineConfig, raw: Mapping[str, Any], source: ModelSource | 
             f"speculative_method={config.speculative_method} drafts tokens, and {config.model} is served for vectors "
             "or labels only; leave it out, or set runner to generate"
         )
-    return ServedModel(raw, where, task)
+    return ServedCheckpoint(raw, where, task)
 
 
 def merged(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
