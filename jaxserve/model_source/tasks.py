@@ -17,7 +17,9 @@ from jaxserve.errors import ConfigError
 from jaxserve.model_source import label_heads
 from jaxserve.model_source.architectures import ModelClass, model_class_of
 from jaxserve.model_source.fields import WIDTH, Fields
-from jaxserve.model_source.pooling import ModelTask, PooledTask, Pooling
+from jaxserve.model_source.gguf_config import GGUFPooling, pooling_of_gguf
+from jaxserve.model_source.gguf_metadata import GGUFMetadata
+from jaxserve.model_source.pooling import ModelTask, PooledTask, Pooling, PoolingMethod
 from jaxserve.model_source.sentence_modules import SentenceModules, read_max_tokens, read_modules, read_prompts
 from jaxserve.model_source.source import ModelSource
 
@@ -76,10 +78,10 @@ class _Checkpoint:
     @property
     def kind(self) -> str | None:
         """What it is for besides tokens, None if it doesn't say."""
-        modules = self._modules
-        if modules is not None and modules.pooling is not None:
+        modules, pooling = self._modules, self._gguf_pooling
+        if (modules is not None and modules.pooling is not None) or pooling in ("mean", "cls", "last"):
             return "embed"
-        scores = modules is not None and modules.scoring is not None
+        scores = pooling == "rank" or (modules is not None and modules.scoring is not None)
         if scores or self._has_label_tokens or self.model_class.head in ("labels", "reward"):
             return "classify"
         return "embed" if self.model_class.head == "none" else None
@@ -87,16 +89,14 @@ class _Checkpoint:
     def embeddings(self, method: Method) -> PooledTask:
         """Return the task of embedding texts."""
         modules = self._modules
-        if modules is None or modules.pooling is None:
-            found = PooledTask(kind="embed", pooling=Pooling("last" if method == "auto" else method), size=self._width)
-        else:
-            layers = modules.layers()
-            found = PooledTask(
-                kind="embed",
-                pooling=Pooling(modules.method() if method == "auto" else method, layers),
-                size=layers[-1].outputs if layers else self._width,
-                normalize=modules.normalize,
-            )
+        pooled = modules is not None and modules.pooling is not None
+        layers = modules.layers() if modules is not None and pooled else ()
+        found = PooledTask(
+            kind="embed",
+            pooling=Pooling(self._method() if method == "auto" else method, layers),
+            size=layers[-1].outputs if layers else self._width,
+            normalize=modules.normalize if modules is not None and pooled else True,
+        )
         found = self._with_texts(found, modules)
         self._check_layers(found)
         allowed = dataclasses.replace(WIDTH, most=found.size)
@@ -119,6 +119,21 @@ class _Checkpoint:
         else:
             found = label_heads.of_reranker(*common, self._source, vocab_size)
         return self._with_texts(found, modules)
+
+    def _method(self) -> PoolingMethod:
+        """Return how the checkpoint pools. Raises `ConfigError` if it does so in a way that isn't supported."""
+        if self._modules is not None and self._modules.pooling is not None:
+            return self._modules.method()
+        if self._gguf_pooling == "cls":
+            raise ConfigError(
+                f"{self.where}: pooling_type cls is not supported; last and mean are, of which --pooling chooses one"
+            )
+        return "mean" if self._gguf_pooling == "mean" else "last"
+
+    @functools.cached_property
+    def _gguf_pooling(self) -> GGUFPooling:
+        source = self._source
+        return pooling_of_gguf(GGUFMetadata(source.path)) if source is not None and source.kind == "gguf" else "none"
 
     @functools.cached_property
     def _modules(self) -> SentenceModules | None:

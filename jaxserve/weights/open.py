@@ -137,7 +137,9 @@ def is_ignored(name: str) -> bool:
     has; encoders, as images and sound are refused."""
     own = name.removeprefix("model.")
     computed = name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight"
-    return computed or parse_kv_scale_name(name) is not None or own.startswith((*_TOWERS, "score.")) or "/" in name
+    return (
+        computed or parse_kv_scale_name(name) is not None or own.startswith((*_TOWERS, "score.", "cls.")) or "/" in name
+    )
 
 
 def _ignored(source: TensorSource, part: str) -> Callable[[str], bool]:
