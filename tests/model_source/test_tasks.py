@@ -97,7 +97,7 @@ def test_what_is_served(
         ({"architectures": ["Qwen3Model"]}, {}, {"runner": "generate"}, "runner=generate: Qwen3Model has no head"),
         ({"architectures": ["Qwen3Model"]}, {}, {"convert": "none"}, "convert=none: Qwen3Model has no head"),
         ({}, {}, {"runner": "pooling", "convert": "none"}, "convert=none asks for neither"),
-        ({"architectures": ["LlamaForCausalLM"]}, {}, {"convert": "classify"}, "LlamaForCausalLM has no head of labels"),
+        ({"architectures": ["LlamaForCausalLM"]}, {}, {"convert": "classify"}, "LlamaForCausalLM has no head of"),
         (
             {},
             {"tokenizer.json": {"model": {"vocab": {"no": 1}}}},
@@ -105,7 +105,7 @@ def test_what_is_served(
             "--hf-overrides '{\"classifier_from_token\"",
         ),
         ({}, {}, {"convert": "classify", "pooling": "mean"}, "labels are made of the last token"),
-        ({"architectures": ["Qwen2ForProcessRewardModel"]}, {}, {}, "Qwen2ForProcessRewardModel has a head that labels"),
+        ({"architectures": ["Qwen2ForProcessRewardModel"]}, {}, {}, "Qwen2ForProcessRewardModel has a head that"),
         ({"architectures": ["Qwen3ForTokenClassification"]}, {}, {}, "labels each token, which is not supported yet"),
         ({"is_causal": False}, {}, {}, "is_causal=false: bidirectional attention is not supported yet"),
         ({"use_bidirectional_attention": True}, {}, {}, "use_bidirectional_attention=true: bidirectional"),

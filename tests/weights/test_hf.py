@@ -67,6 +67,34 @@ def test_a_text_model_beside_an_encoder_of_images_loads_under_old_and_new_names(
     )
 
 
+def test_a_model_saved_without_its_head_has_names_of_its_own(tmp_path: Path) -> None:
+    folder = GOLDEN / "qwen3"
+    shutil.copy(folder / "config.json", tmp_path)
+    tensors = {name.removeprefix("model."): each for name, each in load_file(folder / "model.safetensors").items()}
+    assert "layers.0.input_layernorm.weight" in tensors
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert_same_params(
+        load_model(ModelSource(folder, "folder", "whole")), load_model(ModelSource(tmp_path, "folder", "bare"))
+    )
+    drafting = {**tensors, "fc.weight": np.zeros((1, 1), np.float32)}
+    save_file(drafting, tmp_path / "model.safetensors")
+    assert SafetensorsFolder(tmp_path).infos.keys() == drafting.keys(), "a head that drafts keeps its names"
+
+
+def test_weights_of_dense_layers_are_in_folders_of_their_own(tmp_path: Path) -> None:
+    (tmp_path / "2_Dense").mkdir()
+    (tmp_path / "modules.json").write_text(json.dumps([{"type": "st.Dense", "path": "2_Dense"}]))
+    save_file({"w": np.zeros(1, np.float32)}, tmp_path / "model.safetensors")
+    (tmp_path / "2_Dense" / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(
+        ConfigError, match=r"2_Dense has no model.safetensors; pytorch_model.bin is a pickle, .*python -c"
+    ):
+        SafetensorsFolder(tmp_path)
+    save_file({"linear.weight": np.full((1, 1), 3, np.float32)}, tmp_path / "2_Dense" / "model.safetensors")
+    source = SafetensorsFolder(tmp_path)
+    assert read(source, "2_Dense/linear.weight") == source.array("2_Dense/linear.weight") == 3
+
+
 def test_a_sharded_folder_equals_the_single_file(tmp_path: Path) -> None:
     folder = GOLDEN / "llama_sharded"
     shards = sorted(folder.glob("*.safetensors"))
