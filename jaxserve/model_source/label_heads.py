@@ -21,6 +21,8 @@ TOKENS = "classifier_from_token"
 _TWO_WAY, _PLAIN = "from_2_way_softmax", "no_post_processing"
 _QWEN3 = "Qwen3ForCausalLM"
 _NO_YES = ("no", "yes")
+# What some families do to the logits of tokens; `classifier_from_token` leaves it out, as vLLM does
+_CHANGES_LOGITS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 _PROBLEMS: dict[str, LabelActivation] = {
     "regression": "none",
     "single_label_classification": "softmax",
@@ -78,6 +80,9 @@ def of_scored_token(
     model: ModelClass, fields: Fields, width: int, tokens: tuple[int, ...], vocab_size: int
 ) -> PooledTask:
     """Return the task of a head whose score is the logit of a token, after the one that says the opposite, if any."""
+    changed = next((name for name in _CHANGES_LOGITS if fields.get(name, 1) != 1), None)
+    if changed:
+        raise ConfigError(f"{fields.where}: {changed} is not supported with scores that are logits of tokens")
     if len(tokens) == 2:
         return of_two_tokens(model, fields, width, (tokens[0], tokens[1]), ("false", "true"), vocab_size)
     layer = _rows(fields, width, tokens, vocab_size)

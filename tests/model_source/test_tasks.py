@@ -135,6 +135,12 @@ def test_what_is_served(
             {},
             "activation_fn should be one of torch.nn.modules' Identity, Sigmoid, Softmax",
         ),
+        (
+            {"final_logit_softcapping": 30.0},
+            modules("LogitScore", LogitScore={"true_token_id": 4}),
+            {},
+            "final_logit_softcapping is not supported with scores",
+        ),
         ({}, modules("CNN"), {}, "module 'CNN' at '1_CNN' is not supported there"),
         ({}, modules("Normalize"), {}, "module 'Normalize' at '1_Normalize' is not supported there"),
         ({}, modules("Pooling", "Pooling", Pooling=POOLING), {}, "module 'Pooling' at '2_Pooling' is not"),

@@ -19,9 +19,11 @@ from jaxserve.layers.linear import linear
 from jaxserve.model_source import ModelSource, resolve
 from jaxserve.models.layout import AnyModel, LaidOutModel
 from jaxserve.models.registry import abstract_params, family, forward, parse_model_config
+from jaxserve.quant import Shards, choose_weights, hold_weights, method_of
 from jaxserve.runtime.devices.mesh import make_mesh, partitions, shardings
-from jaxserve.weights import build_params, open_weights
+from jaxserve.weights import build_params, open_weights, stored_types
 from pallas_kernels.paged_attention import REFERENCE
+from pallas_kernels.target import CPU
 from tests.models.forward import empty_pools, whole_prompt
 
 POOLED = Path(__file__).parents[1] / "fixtures" / "pooled"
@@ -78,13 +80,20 @@ def served(source: ModelSource, **settings: Any) -> ServedCheckpoint:
 
 
 def vectors(
-    source: ModelSource, found: ServedCheckpoint, prompts: list[list[int]], shards: int = 1
+    source: ModelSource, found: ServedCheckpoint, prompts: list[list[int]], shards: int = 1, *, packed: bool = False
 ) -> list[np.ndarray]:
-    """Return the vector of each prompt, in float32, on so many devices."""
+    """Return the vector of each prompt, on so many devices, in float32 or with weights that are packed for a CPU."""
     model: AnyModel = LaidOutModel(parse_model_config(found.raw, found.where, found.task), shards=shards)
-    mesh = make_mesh(jax.devices("cpu"), tensor=shards)
-    abstract = abstract_params(model, np.dtype(np.float32))
-    params = build_params(abstract, shardings(mesh, abstract), open_weights(source, abstract))
+    mesh, dtype = make_mesh(jax.devices("cpu"), tensor=shards), np.dtype(jnp.bfloat16 if packed else np.float32)
+    dense = abstract = abstract_params(model, dtype)
+    quantization = model.config.quantization
+    if packed:
+        stored = stored_types(source, model.config)
+        method = method_of(quantization, stored)
+        made = choose_weights("auto", dense, stored, method, target=CPU, dtype=dtype, shards=Shards(shards, shards))
+        abstract = hold_weights(dense, made.forms)
+    reader = open_weights(source, abstract, dense=dense, quantization=quantization)
+    params = build_params(abstract, shardings(mesh, abstract), reader)
     parts = (partitions(abstract), PartitionSpec(), PartitionSpec())
     run = jax.jit(
         jax.shard_map(
@@ -104,7 +113,7 @@ def pooled_difference(name: str, shards: int = 1) -> float:
 
 def _vector(model: AnyModel, params: Any, tokens: jax.Array, length: jax.Array) -> jax.Array:
     batch = whole_prompt(tokens, length, len(model.kv_specs()))
-    kv = empty_pools(model, len(tokens))
+    kv = empty_pools(model, len(tokens), params.norm.dtype)
     hidden = forward(model, params, family(model).embed(model, params, batch), batch, kv, REFERENCE).hidden
     pooling = model.config.pooling
     assert pooling is not None

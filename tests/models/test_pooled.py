@@ -20,8 +20,9 @@ from jaxserve.models.layout import LaidOutModel, Stage
 from jaxserve.models.registry import abstract_params, parse_model_config, stage_params
 from jaxserve.runtime.devices.mesh import shardings
 from jaxserve.weights import check_tensors, dummy_params
+from jaxserve.weights.open import is_ignored
 from tests.models.forward import cpu_mesh
-from tests.models.golden import GOLDEN, source_of
+from tests.models.golden import folder_of, source_of
 from tests.models.pooled import FOLDERS, POOLED, cases, expected, pooled_difference, pooled_source, served, vectors
 
 
@@ -105,17 +106,35 @@ def test_a_label_for_each_token_that_the_config_names() -> None:
     assert (task.activation, task.scores_pairs, task.pair_template, task.size) == ("softmax", False, "", 3)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "llama2", "gguf:qwen3", "gguf:llama2"])
-def test_rows_of_the_head_give_the_logits_of_their_tokens(name: str) -> None:
-    source, tokens = source_of(name), (5, 64, 5)
+def golden_prompt(name: str) -> tuple[list[int], np.ndarray]:
+    """Return a prompt of a golden fixture and the logits of its last token."""
+    with np.load(folder_of(name) / "golden.npz") as golden:
+        return golden["ids_2"].tolist(), golden["logits_2"][-1]
+
+
+def logits_of_tokens(name: str, tokens: tuple[int, ...], generates: bool, *, packed: bool = False) -> np.ndarray:
+    """Return the logits of tokens after a golden fixture's prompt, which the rows of the head give as layers."""
+    source = source_of(name)
     raw = read_config(source)
-    layer = PooledLayer("lm_head", raw["hidden_size"], 3, tokens=tokens)
-    task = PooledTask(kind="classify", pooling=Pooling("last", (layer,)), size=3)
-    golden = np.load(GOLDEN / name.removeprefix("gguf:") / "golden.npz")
-    for generates in (False, True):
-        found = ServedCheckpoint(raw, "config.json", ModelTask(generates, task))
-        [vector] = vectors(source, found, [golden["ids_1"].tolist()])
-        np.testing.assert_allclose(vector, golden["logits_1"][-1, tokens], atol=1e-4)
+    layer = PooledLayer("lm_head", raw["hidden_size"], len(tokens), tokens=tokens)
+    task = PooledTask(kind="classify", pooling=Pooling("last", (layer,)), size=len(tokens))
+    found = ServedCheckpoint(raw, "config.json", ModelTask(generates, task))
+    [vector] = vectors(source, found, [golden_prompt(name)[0]], packed=packed)
+    return vector
+
+
+@pytest.mark.parametrize(
+    ("name", "generates"), [("qwen3", True), ("llama2", False), ("gguf:qwen3", False), ("gguf:llama2", True)]
+)
+def test_rows_of_the_head_give_the_logits_of_their_tokens(name: str, generates: bool) -> None:
+    found = logits_of_tokens(name, (5, 40, 5), generates)
+    np.testing.assert_allclose(found, golden_prompt(name)[1][[5, 40, 5]], atol=1e-4)
+
+
+@pytest.mark.parametrize(("name", "generates"), [("quantized/gptq_head", False), ("quantized/awq_tied", True)])
+def test_rows_of_a_quantized_head_beside_packed_weights(name: str, generates: bool) -> None:
+    found = logits_of_tokens(name, (5, 40), generates, packed=True)
+    np.testing.assert_allclose(found, golden_prompt(name)[1][[5, 40]], atol=0.2)
 
 
 def test_a_token_beyond_the_head_is_refused() -> None:
@@ -132,6 +151,10 @@ def test_a_head_that_the_task_does_not_need_is_ignored() -> None:
         source = pooled_source(name)
         found = served(source, **settings)
         check_tensors(source, parse_model_config(found.raw, found.where, found.task))
+    as_chat = {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True}
+    found = served(pooled_source("llama_mean_dense"), runner="generate", hf_overrides=as_chat)
+    check_tensors(pooled_source("llama_mean_dense"), parse_model_config(found.raw, found.where, found.task))
+    assert is_ignored("cls.output.weight"), "llama.cpp's copy of two rows of the head of tokens"
     untied = parse_model_config(read_config(source_of("llama2")), task=ModelTask(False, embeddings()))
     check_tensors(source_of("llama2"), untied)
 

@@ -51,16 +51,17 @@ def test_types_other_than_floats_are_refused_by_name(tmp_path: Path, stored: Any
     assert "BF16" in info.unreadable
 
 
-def test_a_text_model_beside_an_encoder_of_images_loads_under_old_and_new_names(tmp_path: Path) -> None:
+@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model."])
+def test_a_text_model_beside_an_encoder_of_images_loads_under_old_and_new_names(prefix: str, tmp_path: Path) -> None:
     folder = GOLDEN / "gemma3_multimodal"
     shutil.copy(folder / "config.json", tmp_path)
     old = "language_model.model."
     tensors = {
-        f"model.language_model.{name.removeprefix(old)}" if name.startswith(old) else f"model.{name}": array
+        f"{prefix}{name.removeprefix(old)}" if name.startswith(old) else f"model.{name}": array
         for name, array in load_file(folder / "model.safetensors").items()
     }
     assert any(name.startswith("model.vision_tower.") for name in tensors)
-    tensors["lm_head.weight"] = tensors["model.language_model.embed_tokens.weight"].copy()
+    tensors["lm_head.weight"] = tensors[f"{prefix}embed_tokens.weight"].copy()
     save_file(tensors, tmp_path / "model.safetensors")
     assert_same_params(
         load_model(ModelSource(folder, "folder", "old")), load_model(ModelSource(tmp_path, "folder", "new"))
