@@ -37,7 +37,8 @@ class TensorPart:
     """The place in a parameter of a checkpoint tensor, or of the part of a fused one that starts at row `first_row`.
 
     It is reshaped to `shape`, which has the parameter's rank, and written at `index`, the start in each dimension of
-    `ParamSpec.stored_shape`. `offset` is added to its values. A `view` reshapes and transposes it first;
+    `ParamSpec.stored_shape`. With `some_rows`, no other part needs to have the tensor's other rows, and another
+    parameter may have these, too. `offset` is added to its values. A `view` reshapes and transposes it first;
     `quantized_view` does so with quantized numbers, which always have inputs last.
     """
 
@@ -45,6 +46,7 @@ class TensorPart:
     shape: tuple[int, ...]
     index: tuple[int, ...]
     first_row: int = 0
+    some_rows: bool = False
     order: Order | None = None
     offset: float = 0.0
     view: View | None = None

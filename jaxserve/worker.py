@@ -20,6 +20,7 @@ from jaxserve import model_source
 from jaxserve.api_types import EngineInfo, KVGroup
 from jaxserve.config.data_parallel import parallelism
 from jaxserve.config.schema import EngineConfig
+from jaxserve.config.served_checkpoint import read_served_checkpoint
 from jaxserve.engine.core.loop import EngineLoop
 from jaxserve.engine.core.profiling import Profiling
 from jaxserve.engine.multihost.process_group import ProcessGroup
@@ -30,7 +31,6 @@ from jaxserve.engine.scheduling.scheduler import Scheduler
 from jaxserve.engine.speculation.speculation import Speculation
 from jaxserve.error_texts import join_differences
 from jaxserve.errors import ConfigError
-from jaxserve.model_source.tasks import read_task
 from jaxserve.models.registry import parse_model_config
 from jaxserve.observability.timeline import Timeline
 from jaxserve.runtime.devices.attach import attach
@@ -162,9 +162,8 @@ def _prepare(config: EngineConfig, nodes: ProcessGroup | None) -> _EngineParts:
         source = model_source.resolve(config.model)
         if config.speculative_model is not None:
             model_source.resolve(config.speculative_model)
-        raw = model_source.read_config(source)
-        task = read_task(source, raw, runner=config.runner, convert=config.convert, pooling=config.pooling)
-        model = parse_model_config(raw, str(source.config_file), task)
+        served = read_served_checkpoint(config, source)
+        model = parse_model_config(served.raw, served.where, served.task)
         check_tensors(source, model, config.load_format)
         stored = stored_types(source, model, config.load_format)
     bundle = read_manifest(Path(config.programs)) if config.programs is not None else None

@@ -56,11 +56,12 @@ ORDER_INSIDE = {
     "jaxserve.bench": "datasets processes | engine load | results | accuracy sweep | tune",
     "jaxserve.cli": "common | bench chat compile config convert doctor generate main pull serve | plan",
     "jaxserve.config": "mappings nearest pipeline processes speculation threads | foreign_forms kv_events ranges | "
-                       "aliases schema | data_parallel settings | load | explain",
+                       "aliases schema | data_parallel served_checkpoint settings | load | explain",
     "jaxserve.engine": "kv_cache multihost speculation | scheduling | core | process | client",
     "jaxserve.layers": "axes batch exchange | linear norm rope vocabulary | attention delta_net embedding mlp | "
                        "latent_attention mixture",
-    "jaxserve.model_source": "builtin fields gguf_architectures pooling | gguf_metadata | gguf_config | source | tasks",
+    "jaxserve.model_source": "builtin fields gguf_architectures pooling | architectures gguf_metadata "
+                             "sentence_modules | gguf_config | source | token_ids | label_heads | tasks",
     "jaxserve.models": "config dtypes read_fields rope | layout | parameters | decoder other_attention | gemma llama | "
                        "cohere glm granite ministral3 mixtures olmo phi3 seed_oss smollm3 starcoder2 | "
                        "draft_heads exaone4 gemma4 qwen3_next | registry",

@@ -82,7 +82,7 @@ def test_the_reason_for_dequantized_weights_is_logged(
 ) -> None:
     caplog.set_level(logging.INFO, "jaxserve")
     config = settings(model, **changes)
-    parsed = read_model(config.model)
+    parsed = read_model(config)
     device = DeviceFacts(KernelTarget("cpu"), 2**34)
     deployment_log.log_weights(deploy(config, parsed, device, stored=read_stored(config, parsed)))
     [text] = caplog.messages
@@ -93,7 +93,7 @@ def test_layers_with_windows_are_logged_and_described(caplog: pytest.LogCaptureF
     caplog.set_level(logging.INFO, "jaxserve")
     config = settings(GOLDEN / "gemma3", dtype="float32", page_size=16, dp_size=2, max_total_tokens=96)
     device = DeviceFacts(KernelTarget("cpu"), 2**34, max_devices=2)
-    groups = worker._kv_groups(deploy(config, read_model(config.model), device))
+    groups = worker._kv_groups(deploy(config, read_model(config), device))
     # Of each 96 tokens, the window of 16 gets a page, two that it begins and ends within, and one for a chunk of 16.
     assert groups == (KVGroup(1, 12), KVGroup(2, 8, 16))
     deployment_log.log_kv_groups(groups, 16)
@@ -103,7 +103,10 @@ def test_layers_with_windows_are_logged_and_described(caplog: pytest.LogCaptureF
 
 
 def test_the_log_names_the_devices_of_a_mesh() -> None:
-    device, model = DeviceFacts(KernelTarget("cpu"), 2**34, max_devices=4), read_model(str(GOLDEN / "gemma3"))
+    device, model = (
+        DeviceFacts(KernelTarget("cpu"), 2**34, max_devices=4),
+        read_model(EngineConfig(model=str(GOLDEN / "gemma3"))),
+    )
     sizes = ({}, {"dp_size": 2}, {"dp_size": 2, "pp_size": 2})
     configs = [settings(GOLDEN / "gemma3", dtype="float32", max_total_tokens=96, **some) for some in sizes]
     assert [worker._mesh_prefix(deploy(config, model, device)) for config in configs] == [

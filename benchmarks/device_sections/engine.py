@@ -78,7 +78,7 @@ class EngineSection:
     def _measure(self, run: SectionRun, engine: InProcessEngine, config: EngineConfig) -> None:
         for phase, seconds in engine.info.startup_seconds.items():
             run.row(f"{self.name} start: {phase}", seconds, "s", note=f"attention: {engine.info.attention_backend}")
-        made = deploy(config, read_model(config.model), facts_of_device(run.device))
+        made = deploy(config, read_model(config), facts_of_device(run.device))
         step, *steps = ((2, 32), (1, 32)) if run.tiny else _STEPS
         workload, *workloads = ((16, 8, 4),) if run.tiny else _WORKLOADS
         _decode_step(run, engine, self.name, *step, made)

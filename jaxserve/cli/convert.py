@@ -23,7 +23,10 @@ from jaxserve.cli.common.parser import Parser
 from jaxserve.config.schema import EngineConfig
 from jaxserve.errors import ConfigError
 
-_SETTINGS = ("model", "load_format", "dtype", "quantization", "random_seed", "log_level")
+_SETTINGS = (
+    "model", "runner", "convert", "pooling", "hf_overrides", "load_format", "dtype", "quantization", "random_seed",
+    "log_level",
+)  # fmt: skip
 
 
 def parser() -> Parser:

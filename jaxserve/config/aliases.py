@@ -13,8 +13,10 @@ from collections.abc import Callable, Mapping
 
 from jaxserve.config.foreign_forms import (
     read_num_draft_tokens,
+    read_pooler_config,
     read_speculative_config,
     read_structured_outputs_config,
+    read_task,
 )
 from jaxserve.errors import ConfigError
 
@@ -93,6 +95,7 @@ def _not_built(what: str) -> SwitchAlias:
 _SPECULATIVE_CONFIG = ReadAlias(
     read_speculative_config, "vLLM's mapping, as JSON or in YAML: its keys set the settings of the same meaning"
 )
+_POOLER_CONFIG = ReadAlias(read_pooler_config, "vLLM's mapping, as JSON or in YAML: pooling_type may be LAST or MEAN")
 _NO_TREES = ChoiceAlias(
     RefusedName("drafts are chains, not trees: only 1 is supported"), {"1": InForce("drafts are chains")}
 )
@@ -121,6 +124,13 @@ ALIASES: Mapping[str, Alias] = types.MappingProxyType(
     {
         "model_path": RenameAlias("model"),
         "seed": RenameAlias("random_seed"),
+        "is_embedding": SwitchAlias(
+            on=Sets("runner", "pooling"),
+            off=InForce("what a model is for is told from its checkpoint, and by --runner"),
+        ),
+        "task": ReadAlias(read_task, "vLLM's older form of `runner` and `convert`"),
+        "pooler_config": _POOLER_CONFIG,
+        "override_pooler_config": _POOLER_CONFIG,
         "tensor_parallel_size": RenameAlias("tp_size"),
         "tp": RenameAlias("tp_size"),
         "data_parallel_size": RenameAlias("dp_size"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import textwrap
 from collections.abc import Iterable
 from typing import Any
@@ -51,6 +52,8 @@ def _readable(value: SettingValue) -> str:
     plain = printable_value(value)
     if plain is None:
         return "not set"
+    if isinstance(plain, dict):
+        return json.dumps(plain)
     return str(plain).lower() if isinstance(plain, bool) else str(plain)
 
 

@@ -1,7 +1,7 @@
 """Reads the settings that other engines write in forms of their own.
 
-These are vLLM's mappings `--speculative-config` and `--structured-outputs-config`, which have several settings in them,
-and SGLang's count of draft tokens.
+These are vLLM's mappings `--speculative-config`, `--structured-outputs-config` and `--pooler-config`, which have
+several settings in them, its older `--task`, and SGLang's count of draft tokens.
 """
 
 from __future__ import annotations
@@ -79,6 +79,34 @@ _OF_GRAMMARS: Mapping[str, str] = types.MappingProxyType(
 )
 
 
+_METHODS: Mapping[str, str] = types.MappingProxyType({"LAST": "last", "MEAN": "mean"})
+_BY_REQUEST = "a request says what is made of its numbers; leave it out"
+_OF_POOLERS: Mapping[str, str] = types.MappingProxyType(
+    dict.fromkeys(("normalize", "softmax", "activation", "use_activation", "dimensions"), _BY_REQUEST)
+    | dict.fromkeys(("tok_pooling_type", "step_tag_id", "returned_token_ids"), "a text has one vector, not one a token")
+    | dict.fromkeys(
+        ("enable_chunked_processing", "max_embed_len"), "a longer text is an error, or cut where its request says so"
+    )
+    | dict.fromkeys(("logit_mean", "logit_sigma", "logit_bias"), "logits are not calibrated; leave it out")
+    | {
+        "task": "write --convert embed or classify",
+        "enable_flash_late_interaction": "a text has one vector, not one a token",
+    }
+)
+_TASKS: Mapping[str, Mapping[str, object]] = types.MappingProxyType(
+    {
+        "auto": {},
+        "generate": {"runner": "generate"},
+        "embed": {"runner": "pooling", "convert": "embed"},
+        "embedding": {"runner": "pooling", "convert": "embed"},
+        "classify": {"runner": "pooling", "convert": "classify"},
+        "score": {"runner": "pooling"},
+        "reward": {"runner": "pooling"},
+    }
+)
+"""Scores and rewards are made of vectors or of labels, whichever the checkpoint is for."""
+
+
 def read_speculative_config(value: object, place: str) -> dict[str, object]:
     """Return the settings in vLLM's `speculative_config`, by our names or those of its flags. Raises `ConfigError`."""
     return _read(value, place, _SETTINGS, _REFUSED, '{"method": "ngram", "num_speculative_tokens": 5}')
@@ -88,6 +116,25 @@ def read_structured_outputs_config(value: object, place: str) -> dict[str, objec
     """Return the settings in vLLM's `structured_outputs_config`, by the names of its flags. Raises `ConfigError`."""
     settings = {"backend": "guided_decoding_backend", "reasoning_parser": "reasoning_parser"}
     return _read(value, place, settings, _OF_GRAMMARS, '{"backend": "auto"}')
+
+
+def read_pooler_config(value: object, place: str) -> dict[str, object]:
+    """Return the setting in vLLM's `pooler_config`: how vectors are pooled. Raises `ConfigError`."""
+    settings = {"pooling_type": "pooling", "seq_pooling_type": "pooling"}
+    found = _read(value, place, settings, _OF_POOLERS, '{"seq_pooling_type": "MEAN"}')
+    if not found:
+        return {}
+    method = _METHODS.get(str(found["pooling"]).upper())
+    if method is None:
+        raise ConfigError(f"{place}: pooling_type={found['pooling']} is not supported; {', '.join(_METHODS)} are")
+    return {"pooling": method}
+
+
+def read_task(value: object, place: str) -> dict[str, object]:
+    """Return the settings for vLLM's older `--task`. Raises `ConfigError`."""
+    if value not in _TASKS:
+        raise ConfigError(f"{place} must be one of {', '.join(_TASKS)}, got {value!r}")
+    return dict(_TASKS[str(value)])
 
 
 def _read(

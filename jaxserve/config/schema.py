@@ -389,6 +389,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             self.kv_events_config.check_ranks(data)
         check_speculation(
             method=self.speculative_method,
+            runner=self.runner,
             model=self.speculative_model,
             num_tokens=self.num_speculative_tokens,
             disable_by_batch_size=self.speculative_disable_by_batch_size,

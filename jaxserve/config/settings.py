@@ -17,6 +17,7 @@ from typing import Any, Literal
 import msgspec
 
 from jaxserve.config.kv_events import KvEventsConfig
+from jaxserve.config.mappings import read_mapping
 from jaxserve.config.schema import EngineConfig, ServerConfig
 from jaxserve.errors import ConfigError
 
@@ -48,6 +49,11 @@ class Setting:
     def is_list(self) -> bool:
         """Whether its flag takes several values."""
         return typing.get_origin(self.kind) is tuple
+
+    @property
+    def is_mapping(self) -> bool:
+        """Whether its flag takes JSON, and it is a mapping in YAML."""
+        return typing.get_origin(self.kind) is dict
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -82,6 +88,8 @@ class Setting:
     def _convert(self, value: object, place: str, *, strict: bool) -> object:
         if self.kind is KvEventsConfig:
             return KvEventsConfig.read(value, place)
+        if self.is_mapping:
+            return dict(read_mapping(value, place, '{"num_labels": 1}'))
         try:
             converted: object = msgspec.convert(value, self.kind, strict=strict)
         except msgspec.ValidationError:

@@ -14,13 +14,16 @@ _LOOKUP = (4, 2)  # prompt_lookup_max and prompt_lookup_min, if they are not set
 def check_speculation(
     *,
     method: str,
+    runner: str,
     model: str | None,
     num_tokens: int | None,
     disable_by_batch_size: int | None,
     lookup_max: int,
     lookup_min: int,
 ) -> None:
-    """Raise `ConfigError` if a setting is for another method, or if the method lacks one."""
+    """Raise `ConfigError` if a setting is for another method, if the method lacks one, or if nothing is generated."""
+    if method != "none" and runner == "pooling":
+        raise ConfigError(f"speculative_method={method} drafts tokens, and runner=pooling generates none; keep one")
     if method == "none":
         if model is not None:
             raise ConfigError(f"speculative_model={model} needs speculative_method: draft, eagle or eagle3")

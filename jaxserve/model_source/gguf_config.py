@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from jaxserve.errors import ConfigError
 from jaxserve.model_source.fields import (
@@ -26,13 +26,25 @@ from jaxserve.model_source.fields import (
 from jaxserve.model_source.gguf_architectures import ARCHITECTURES, Architecture
 from jaxserve.model_source.gguf_metadata import GGUFMetadata, Scalar
 
-# A file has the epsilons of both kinds of norms if its config.json had both
-_HARMLESS_KEYS = ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "attention.layer_norm_")
+GGUFPooling = Literal["none", "mean", "cls", "last", "rank"]
+# A file has the epsilons of both kinds of norms if its config.json had both; what is made of the model's hidden states
+# is read apart
+_HARMLESS_KEYS = (
+    "vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "attention.layer_norm_", "pooling_type",
+    "classifier.output_labels",
+)  # fmt: skip
+_POOLING_TYPES: tuple[GGUFPooling, ...] = ("none", "mean", "cls", "last", "rank")
 _NON_NEGATIVE_LENGTH = Range(0, CONTEXT.most)
 _COUNT = Range(0, WIDTH.most)
 
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Divisors of frequencies: part of the config rather than weights."""
+
+
+def pooling_of_gguf(metadata: GGUFMetadata) -> GGUFPooling:
+    """Return how llama.cpp pools hidden states of the model; `rank` is for rerankers. Raises `ConfigError`."""
+    key = f"{metadata.get('general.architecture')}.pooling_type"
+    return _POOLING_TYPES[metadata.fields.integer(key, Range(0, len(_POOLING_TYPES) - 1), 0)]
 
 
 def config_from_gguf(metadata: GGUFMetadata) -> dict[str, Any]:

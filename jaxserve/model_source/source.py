@@ -17,9 +17,25 @@ from jaxserve.model_source.gguf_metadata import MAGIC, GGUFMetadata
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _TOKENIZER_FILES = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
 _HUB_FILES = ("*.safetensors", *_TOKENIZER_FILES)
-# Of a repository's subfolders only further chat templates are wanted; others repeat the model in another format
-_UNWANTED_HUB_FILES = ("*/*.json", "*/*.model", "*/*.safetensors", "consolidated*")
+# Of a repository's subfolders only further chat templates and the modules of sentence-transformers, such as 1_Pooling,
+# are wanted; others repeat the model in another format
+_UNWANTED_HUB_FILES = (
+    *(f"{folder}/{file}" for folder in ("[!0-9]*", "?[!_]*") for file in ("*.json", "*.model", "*.safetensors")),
+    "consolidated*",
+)
 _MORE_TEMPLATES = "additional_chat_templates/*.jinja"
+_MODULE_CONFIGS = "[0-9]_*/config.json"
+# What tells a model's config and what it is for
+_CONFIG_FILES = (
+    "config.json",
+    "modules.json",
+    "config_sentence_transformers.json",
+    "sentence_bert_config.json",
+    "tokenizer.json",
+    "vocab.json",
+    "added_tokens.json",
+    _MODULE_CONFIGS,
+)
 
 CHECKPOINT_FILE = "jaxserve_checkpoint.json"
 """The manifest of a folder of `jaxserve convert`, by which the folder is recognized."""
@@ -85,11 +101,14 @@ def resolve_tokenizer(model: str) -> ModelSource:
 
 
 def find_tokenizer_files(folder: Path) -> list[Path]:
-    """Return the small files of a model's folder that its tokenizer needs, without its config and weight indices."""
-    others = ("config.json", CHECKPOINT_FILE)
-    patterns = (*_TOKENIZER_FILES, _MORE_TEMPLATES)
+    """Return the small files of a model's folder that its tokenizer needs, and those of sentence-transformers.
+
+    Its config and weight indices are not among them.
+    """
+    others = (folder / "config.json", folder / CHECKPOINT_FILE)
+    patterns = (*_TOKENIZER_FILES, _MORE_TEMPLATES, _MODULE_CONFIGS)
     found = {file for pattern in patterns for file in folder.glob(pattern) if file.is_file()}
-    return sorted(file for file in found if file.name not in others and not file.name.endswith(".index.json"))
+    return sorted(file for file in found if file not in others and not file.name.endswith(".index.json"))
 
 
 def read_config(source: ModelSource) -> dict[str, Any]:
@@ -123,17 +142,20 @@ def _downloaded(repo: str) -> ModelSource | None:
     return source if complete and any(source.path.glob("*.safetensors")) else None
 
 
-def fetch_config(model: str) -> dict[str, Any]:
-    """Return the config of the model that `--model` names, for callers that need no weights.
+def fetch_config(model: str) -> tuple[dict[str, Any], ModelSource | None]:
+    """Return the config of the model that `--model` names, and its small files, for callers that need no weights.
 
-    Downloads no weights from the hub, and accepts a config.json by itself. Raises `ModelNotFoundError`, `ConfigError`.
+    Downloads no weights from the hub, and accepts a config.json by itself, for which it returns None instead of other
+    files. Raises `ModelNotFoundError`, `ConfigError`.
     """
     path = Path(model).expanduser()
     if path.suffix == ".json" and path.is_file():
-        return read_json(path)
+        return read_json(path), None
     if _is_hub_id(model):
-        return read_json(_hub_folder(model, offline=False, files=["config.json"]) / "config.json")
-    return read_config(resolve(model))
+        source = ModelSource(_hub_folder(model, offline=False, files=_CONFIG_FILES), "folder", model)
+    else:
+        source = resolve(model)
+    return read_config(source), source
 
 
 def _is_hub_id(model: str) -> bool:

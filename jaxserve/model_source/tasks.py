@@ -1,15 +1,31 @@
-"""Tells what a model is for, from its config, the files of sentence-transformers beside it, and what was asked for."""
+"""Tells what a model is for, from its config, the files of sentence-transformers beside it, and what was asked for.
+
+A checkpoint says that it is for vectors by a module that pools, or by an architecture without a head; that it is for
+labels by a head of labels, a module that scores by logits, or `classifier_from_token` in its config. Any model that
+generates may be asked for vectors, and a published Qwen3-Reranker for labels: its config is that of any Qwen3, so that
+`convert=classify` takes the logits of its tokens `no` and `yes`, unless the config names others.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from jaxserve.model_source.pooling import ModelTask, PooledTask, Pooling
+from jaxserve.errors import ConfigError
+from jaxserve.model_source import label_heads
+from jaxserve.model_source.architectures import ModelClass, model_class_of
+from jaxserve.model_source.fields import WIDTH, Fields
+from jaxserve.model_source.gguf_config import GGUFPooling, pooling_of_gguf
+from jaxserve.model_source.gguf_metadata import GGUFMetadata
+from jaxserve.model_source.pooling import ModelTask, PooledTask, Pooling, PoolingMethod
+from jaxserve.model_source.sentence_modules import SentenceModules, read_max_tokens, read_modules, read_prompts
 from jaxserve.model_source.source import ModelSource
 
 Runner = Literal["auto", "generate", "pooling"]
 Convert = Literal["auto", "none", "embed", "classify"]
+Method = Literal["auto", "last", "mean"]
 
 
 def read_task(
@@ -18,15 +34,145 @@ def read_task(
     *,
     runner: Runner = "auto",
     convert: Convert = "auto",
-    pooling: Literal["auto", "last", "mean"] = "auto",
+    pooling: Method = "auto",
 ) -> ModelTask:
     """Return what a model with the config `raw` is for; without a `source`, only its config.json is here.
 
     Raises `ConfigError` for what doesn't fit the checkpoint, or isn't supported.
     """
-    embeds = convert == "embed" or (runner == "pooling" and convert == "auto")
+    checkpoint = _Checkpoint(source, raw)
+    generative = checkpoint.model_class.head == "tokens"
+    name = checkpoint.model_class.name
+    if runner == "generate" and not generative:
+        raise ConfigError(
+            f"{checkpoint.where}: runner=generate: {name} has no head that gives tokens; leave runner at auto"
+        )
+    if runner == "pooling" and convert == "none":
+        raise ConfigError("runner=pooling serves vectors or labels, and convert=none asks for neither; keep one")
+    kind: str | None = convert
+    if convert == "none" or (runner == "generate" and convert == "auto"):
+        kind = None
+    elif convert == "auto":
+        kind = checkpoint.kind or ("embed" if runner == "pooling" else None)
+    if kind is None and not generative:
+        raise ConfigError(f"{checkpoint.where}: convert=none: {name} has no head that gives tokens; leave it out")
     pooled = None
-    if embeds:
-        method = "last" if pooling == "auto" else pooling
-        pooled = PooledTask(kind="embed", pooling=Pooling(method), size=int(raw["hidden_size"]))
-    return ModelTask(generates=runner == "generate" or pooled is None, pooled=pooled)
+    if kind is not None:
+        pooled = checkpoint.embeddings(pooling) if kind == "embed" else checkpoint.labels(pooling)
+    return ModelTask(generates=runner == "generate" or kind is None, pooled=pooled)
+
+
+class _Checkpoint:
+    """What the files of a checkpoint say about its task."""
+
+    def __init__(self, source: ModelSource | None, raw: Mapping[str, Any]) -> None:
+        self.where = "config.json" if source is None else str(source.config_file)
+        self.model_class: ModelClass = model_class_of(raw, self.where)
+        self._source = source
+        # A model with an encoder has some of these fields beside those of its text model
+        inner = Fields(raw, self.where).object("text_config")
+        self._fields = Fields({**inner, **raw}, self.where)
+        _refuse_bidirectional(self._fields)
+        self._folder = None if source is None or source.kind == "gguf" else source.path
+
+    @property
+    def kind(self) -> str | None:
+        """What it is for besides tokens, None if it doesn't say."""
+        modules, pooling = self._modules, self._gguf_pooling
+        if (modules is not None and modules.pooling is not None) or pooling in ("mean", "cls", "last"):
+            return "embed"
+        scores = pooling == "rank" or (modules is not None and modules.scoring is not None)
+        if scores or self._has_label_tokens or self.model_class.head in ("labels", "reward"):
+            return "classify"
+        return "embed" if self.model_class.head == "none" else None
+
+    def embeddings(self, method: Method) -> PooledTask:
+        """Return the task of embedding texts."""
+        modules = self._modules
+        pooled = modules is not None and modules.pooling is not None
+        layers = modules.layers() if modules is not None and pooled else ()
+        found = PooledTask(
+            kind="embed",
+            pooling=Pooling(self._method() if method == "auto" else method, layers),
+            size=layers[-1].outputs if layers else self._width,
+            normalize=modules.normalize if modules is not None and pooled else True,
+        )
+        found = self._with_texts(found, modules)
+        self._check_layers(found)
+        allowed = dataclasses.replace(WIDTH, most=found.size)
+        sizes = tuple(int(size) for size in self._fields.numbers("matryoshka_dimensions", allowed))
+        return dataclasses.replace(found, dimensions=sizes)
+
+    def labels(self, method: Method) -> PooledTask:
+        """Return the task of scoring texts or giving them labels. Raises `ConfigError` if there is no head for it."""
+        if method == "mean":
+            raise ConfigError("pooling=mean makes vectors; labels are made of the last token of a text: leave it out")
+        model, fields, modules = self.model_class, self._fields, self._modules
+        common = model, fields, self._width
+        vocab_size = fields.integer("vocab_size", WIDTH, int(WIDTH.most))
+        if modules is not None and modules.scoring is not None:
+            found = label_heads.of_scored_token(*common, modules.scored_tokens(), vocab_size)
+        elif self._has_label_tokens:
+            found = label_heads.of_token_texts(*common, self._source, vocab_size)
+        elif model.head in ("labels", "reward"):
+            found = label_heads.of_own_layers(*common)
+        else:
+            found = label_heads.of_reranker(*common, self._source, vocab_size)
+        return self._with_texts(found, modules)
+
+    def _method(self) -> PoolingMethod:
+        """Return how the checkpoint pools. Raises `ConfigError` if it does so in a way that isn't supported."""
+        if self._modules is not None and self._modules.pooling is not None:
+            return self._modules.method()
+        if self._gguf_pooling == "cls":
+            raise ConfigError(
+                f"{self.where}: pooling_type cls is not supported; last and mean are, of which --pooling chooses one"
+            )
+        return "mean" if self._gguf_pooling == "mean" else "last"
+
+    @functools.cached_property
+    def _gguf_pooling(self) -> GGUFPooling:
+        source = self._source
+        return pooling_of_gguf(GGUFMetadata(source.path)) if source is not None and source.kind == "gguf" else "none"
+
+    @functools.cached_property
+    def _modules(self) -> SentenceModules | None:
+        return None if self._folder is None else read_modules(self._folder)
+
+    @property
+    def _has_label_tokens(self) -> bool:
+        return self._fields.get(label_heads.TOKENS) is not None
+
+    @property
+    def _width(self) -> int:
+        return self._fields.integer("hidden_size", WIDTH)
+
+    def _with_texts(self, task: PooledTask, modules: SentenceModules | None) -> PooledTask:
+        """Return a task with the prompts of sentence-transformers and its limit of tokens."""
+        if self._folder is None or modules is None:
+            return task
+        prompts, default = read_prompts(self._folder)
+        if modules.pooling is not None:
+            modules.check_prompts(bool(prompts))
+        limit = read_max_tokens(self._folder)
+        return dataclasses.replace(task, prompts=prompts, default_prompt=default, max_tokens=limit)
+
+    def _check_layers(self, task: PooledTask) -> None:
+        width = self._width
+        for layer in task.pooling.layers:
+            if layer.inputs != width:
+                raise ConfigError(
+                    f"{self._folder}/{layer.name.removesuffix('/linear')}: in_features={layer.inputs}, but vectors "
+                    f"have {width} numbers there"
+                )
+            width = layer.outputs
+
+
+def _refuse_bidirectional(fields: Fields) -> None:
+    bidirectional = fields.get("use_bidirectional_attention") in (True, "all")
+    if bidirectional or fields.get("is_causal") is False:
+        name = "use_bidirectional_attention" if bidirectional else "is_causal"
+        raise ConfigError(
+            f"{fields.where}: {name}={str(fields.get(name)).lower()}: bidirectional attention is not supported yet; "
+            "models whose tokens attend to earlier ones are"
+        )

@@ -18,6 +18,7 @@ from jaxserve.layers.attention import AttentionParams
 from jaxserve.layers.mixture import ExpertParams, RouterParams
 from jaxserve.layers.mlp import MlpParams
 from jaxserve.layers.rope import RopeConfig, head_order
+from jaxserve.model_source.pooling import PooledLayer
 from jaxserve.models.layout import AnyModel
 from jaxserve.params import EXPERT_AXES, Initializer, Order, ParamSpec, TensorPart, View
 
@@ -26,14 +27,26 @@ _ROWS_OF_KERNELS = 16
 
 
 @flax.struct.dataclass
+class PooledParams:
+    """The weights of a layer after pooling. Rows of zeros follow its outputs, and zeros its bias."""
+
+    weight: Array
+    bias: Array | None
+
+
+@flax.struct.dataclass
 class Params:
-    """All weights of a model: `layers` are of the family's own type. `output` is None if the head is the embedding."""
+    """All weights of a model: `layers` are of the family's own type, `pooled` those of the layers after pooling.
+
+    `output` is None if the head is the embedding, or if the model has none.
+    """
 
     embedding: Array
     layers: tuple[Any, ...]
     norm: Any
     output: Array | None
-    pooled: tuple[Any, ...] = flax.struct.field(default=(), kw_only=True)
+    pooled: tuple[PooledParams, ...] = ()
+    has_head: bool = flax.struct.field(pytree_node=False, default=True)
 
     @property
     def head(self) -> Array:
@@ -67,8 +80,30 @@ class ParamSpecs:
         return self.spec((rows + padding, "vocab"), (dim, None), padding=padding, inputs=inputs, parts=parts)
 
     def head(self) -> Any:
-        """Return the head `[vocabulary, dim]`, None if it is tied to the embedding."""
-        return None if self._config.tie_word_embeddings else self.embedding("lm_head.weight", inputs=1)
+        """Return the head `[vocabulary, dim]`, None if it is tied to the embedding, or if the model has none."""
+        tied = self._config.tie_word_embeddings or not self._config.generates
+        return None if tied else self.embedding("lm_head.weight", inputs=1)
+
+    def pooled(self) -> tuple[PooledParams, ...]:
+        """Return the weights of the layers after pooling."""
+        pooling = self._config.pooling
+        return () if pooling is None else tuple(map(self._pooled_layer, pooling.layers))
+
+    def _pooled_layer(self, layer: PooledLayer) -> PooledParams:
+        outputs, inputs = layer.outputs, layer.inputs
+        parts: tuple[TensorPart, ...] = (TensorPart(f"{layer.name}.weight", (outputs, inputs), (0, 0)),)
+        if layer.tokens:
+            head = "model.embed_tokens.weight" if self._config.tie_word_embeddings else "lm_head.weight"
+            parts = tuple(
+                TensorPart(head, (1, inputs), (i, 0), first_row=token, some_rows=True)
+                for i, token in enumerate(layer.tokens)
+            )
+        weight = self._padded(parts, outputs, inputs)
+        if not layer.has_bias:
+            return PooledParams(weight, None)
+        bias = self.vector(f"{layer.name}.bias", outputs, "zeros")
+        padding = weight.padding
+        return PooledParams(weight, dataclasses.replace(bias, shape=(outputs + padding,), padding=padding))
 
     def decoder(self, layer: Callable[[str], Any], norm: Any = None) -> Params:
         """Return all weights of a model. `layer` returns the weights of the layer whose tensors' names begin with its
@@ -274,9 +309,12 @@ class ParamSpecs:
 
     def few_outputs(self, name: str, outputs: int) -> Any:
         """Return the weight of a product with few `outputs`, with rows of zeros, so that every kernel takes it."""
-        padding, dim = -outputs % _ROWS_OF_KERNELS, self._config.hidden_size
-        parts = (TensorPart(name, (outputs, dim), (0, 0)),)
-        return self.spec((outputs + padding, None), (dim, None), inputs=1, padding=padding, parts=parts)
+        dim = self._config.hidden_size
+        return self._padded((TensorPart(name, (outputs, dim), (0, 0)),), outputs, dim)
+
+    def _padded(self, parts: tuple[TensorPart, ...], outputs: int, inputs: int) -> Any:
+        padding = -outputs % _ROWS_OF_KERNELS
+        return self.spec((outputs + padding, None), (inputs, None), inputs=1, padding=padding, parts=parts)
 
     def experts(self, name: str, projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")) -> Any:
         """Return the weights of experts that have tensors of their own; `projections` are gate, up and down."""

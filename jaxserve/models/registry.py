@@ -17,6 +17,7 @@ from jaxtyping import Array, Float
 
 from jaxserve.errors import ConfigError
 from jaxserve.layers.batch import KVPools, LayerOutput, TokenBatch
+from jaxserve.model_source.architectures import model_class_of
 from jaxserve.model_source.fields import Fields, abbreviate
 from jaxserve.model_source.pooling import ModelTask
 from jaxserve.models import (
@@ -40,6 +41,7 @@ from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder import apply_layers, norm
 from jaxserve.models.draft_heads import eagle, mtp
 from jaxserve.models.layout import AnyModel
+from jaxserve.models.parameters import ParamSpecs
 from jaxserve.models.read_fields import refuse_unread
 from jaxserve.quant import read_quantization
 from pallas_kernels.paged_attention import Backend
@@ -127,10 +129,10 @@ def parse_model_config(
 
     Raises `ConfigError` naming the architecture or the field that is missing, out of range or not supported.
     """
-    fields = Fields(raw, where)
-    architecture = (fields.texts("architectures") or ["(none)"])[0]
+    name, architecture, _ = model_class_of(raw, where)
     if architecture not in _FAMILIES and architecture not in _TEXT_MODELS:
-        raise ConfigError(f"architecture {abbreviate(architecture)} is not supported; {_why_not(architecture, raw)}")
+        raise ConfigError(f"architecture {abbreviate(name)} is not supported; {_why_not(name, raw)}")
+    fields = Fields({**raw, "architectures": [architecture]}, where)
     quantization = read_quantization(fields)
     if architecture in _TEXT_MODELS:
         text = fields.object("text_config")
@@ -172,24 +174,26 @@ def family(model: AnyModel) -> ModuleType:
 
 def abstract_params(model: AnyModel, dtype: np.dtype) -> Any:
     """Return the tree of a model's parameters; each leaf is a `ParamSpec`."""
-    return family(model).abstract(model, dtype)
+    params, config = family(model).abstract(model, dtype), model.config
+    if config.generates and config.pooling is None:
+        return params
+    return dataclasses.replace(params, pooled=ParamSpecs(model, dtype).pooled(), has_head=config.generates)
 
 
 def stage_params(params: Any, model: AnyModel, *, embeds: bool = False) -> Any:
     """Return the parameters, or the specs, that a stage has of a whole model's, with None for all others.
 
     Those of layers keep their places, so that each keeps its path. The embedding is with the first stage, with the last
-    one if it is also the head, and where the stage `embeds` for a head that drafts.
+    one if it is also the head, and where the stage `embeds` for a head that drafts. The layers after pooling are with
+    the last stage.
     """
     if model.stage is None:
         return params
     layers = tuple(layer if i in model.layers else None for i, layer in enumerate(params.layers))
     tied = model.draws and params.output is None
     kept: dict[str, Any] = {"embedding": params.embedding if model.embeds or tied or embeds else None, "layers": layers}
-    if not model.draws:
-        kept |= {"output": None}
     if not model.is_last:
-        kept |= {"norm": None}
+        kept |= {"norm": None, "output": None, "pooled": ()}
     return dataclasses.replace(params, **kept)
 
 

@@ -31,7 +31,9 @@ EMBEDDING: Path = ("embedding",)
 """A tied head is made from the embedding: it has no tensor of its own."""
 
 _FEW_OUTPUTS = {"router", "shared_gate", "gates"}
+_AFTER_POOLING = "pooled"
 _OF_HEADS = "the parts of kv_b_proj multiply queries and sums of latent vectors, one weight a head, in 16 bits"
+_POOLED = "layers after pooling keep their type"
 _GROUPS = (128, 64, 32)
 _BF16 = np.dtype(jnp.bfloat16)
 
@@ -132,7 +134,9 @@ def choose_weights(
     forms: dict[Path, WeightForm] = {}
     others: dict[Path, str] = {}
     for path, spec in linears.items():
-        if made := on_the_fly or converted:
+        if _AFTER_POOLING in path:
+            weight: StoredWeight | str = _POOLED
+        elif made := on_the_fly or converted:
             weight = weight_on_the_fly(made, path, spec, shards if on_the_fly else ONE_SHARD)
         else:
             weight = _stored_weight(spec, stored)
@@ -194,6 +198,8 @@ def weight_on_the_fly(scheme: str, path: Path, spec: ParamSpec, shards: Shards) 
         return "the output head keeps its type"
     if spec.by_head:
         return _OF_HEADS
+    if _AFTER_POOLING in path:
+        return _POOLED
     if _FEW_OUTPUTS & set(path):
         return "routers, and the gates of shared experts and of delta nets, keep their type"
     numbers: NumberType = "fp8" if scheme == "fp8" else "int8" if scheme == "int8" else "int4"
@@ -279,9 +285,10 @@ def convert_forms(scheme: str, abstract: Any) -> dict[Path, WeightForm]:
 
 
 def ties_head(abstract: Any) -> bool:
-    """Return whether the embedding of a tree of parameters is its head, too; a head that drafts may have neither."""
+    """Return whether the embedding of a tree of parameters is its head, too; a head that drafts may have neither, and a
+    model that only pools has no head."""
     embedding, output = (getattr(abstract, name, None) for name in ("embedding", "output"))
-    return output is None and embedding is not None
+    return output is None and embedding is not None and getattr(abstract, "has_head", True)
 
 
 def _linears(abstract: Any) -> Iterable[tuple[Path, ParamSpec]]:

@@ -42,8 +42,8 @@ type ModelLoader = Callable[[EngineConfig, ServerConfig, EngineSource], Awaitabl
 
 async def load_model(engine_config: EngineConfig, server_config: ServerConfig, engine: EngineSource) -> LoadedModel:
     """Start the engine and meanwhile read the tokenizer. If either raises, end both and raise its error."""
-    from jaxserve.model_source import read_config, resolve
-    from jaxserve.model_source.tasks import read_task
+    from jaxserve.config.served_checkpoint import read_served_checkpoint
+    from jaxserve.model_source import resolve
     from jaxserve.text.answers.formats import choose_formats
     from jaxserve.text.chat_template import ChatTemplate
     from jaxserve.text.grammars.checking import GrammarChecker
@@ -69,8 +69,7 @@ async def load_model(engine_config: EngineConfig, server_config: ServerConfig, e
         reasoning = "none" if formats.reasoning is None else formats.reasoning.name
         logger.info("calls of tools are read as %s, reasoning as %s", formats.calls.name, reasoning)
         grammars = GrammarChecker(tokenizer)
-        source, asked = resolve(engine_config.model), engine_config
-        task = read_task(source, read_config(source), runner=asked.runner, convert=asked.convert, pooling=asked.pooling)
+        task = read_served_checkpoint(engine_config, resolve(engine_config.model)).task
         loaded = LoadedModel(await launching, tokenizer, chat_template, template or "", grammars, formats, task)
         if server_config.escape_marks:
             await run_in_thread(lambda: loaded.escaped_marks)

@@ -16,8 +16,9 @@ import jax
 
 import jaxserve
 from jaxserve.config.schema import EngineConfig
+from jaxserve.config.served_checkpoint import read_served_checkpoint
 from jaxserve.errors import ConfigError
-from jaxserve.model_source import ModelSource, read_config
+from jaxserve.model_source import ModelSource
 from jaxserve.models.dtypes import dtype_of
 from jaxserve.models.layout import LaidOutModel
 from jaxserve.models.registry import abstract_params, parse_model_config
@@ -42,8 +43,8 @@ def convert(source: ModelSource, config: EngineConfig, folder: FilePath, progres
     """
     # Orbax asks jax which process this is, and jax would acquire an accelerator for that
     jax.config.update("jax_platforms", "cpu")
-    raw = read_config(source)
-    model = parse_model_config(raw, str(source.config_file))
+    served = read_served_checkpoint(config, source)
+    raw, model = served.raw, parse_model_config(served.raw, served.where, served.task)
     dense = abstract_params(LaidOutModel(model), dtype_of(config.dtype))
     quantization = model.quantization
     raw = {name: value for name, value in raw.items() if name not in ("quantization_config", "compression_config")}

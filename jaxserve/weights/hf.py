@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from jaxserve.errors import ConfigError
 from jaxserve.model_source import orbax_hint
 from jaxserve.model_source.fields import Fields, abbreviate, read_json
+from jaxserve.model_source.sentence_modules import dense_folders
 from jaxserve.params import Window
 from jaxserve.weights.source import TensorInfo, row_blocks
 from jaxserve.weights.stacked_experts import OpenTensor, split_experts
@@ -26,8 +28,12 @@ _INDEX = "model.safetensors.index.json"
 _TEXT_PREFIXES = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
+    "language_model.": "model.",
     "model.language_model.": "model.",
 }
+# What the names of a model's tensors begin with if it was saved without its head
+_WITHOUT_HEAD = ("layers.", "embed_tokens.", "norm.")
+_OF_A_DRAFT_HEAD = "fc.weight"
 _MISTRAL = "consolidated"
 _READABLE = ("F64", "F32", "F16", "BF16")
 _DTYPES = {
@@ -50,19 +56,26 @@ class SafetensorsFolder:
         self._slices: dict[str, OpenTensor] = {}
         self._stored: dict[str, tuple[Path, str]] = {}
         for file, wanted in _files_to_open(folder).items():
-            try:
-                opened: Any = safe_open(folder / file, framework="numpy")
-            except (SafetensorError, OSError) as error:
-                raise ConfigError(
-                    f"{folder / file} can't be read as safetensors ({error}); fetch the file again"
-                ) from error
-            for stored in opened.offset_keys():
-                if wanted is None or stored in wanted:
-                    name = _name_alone(stored)
-                    self._slices[name] = functools.partial(opened.get_slice, stored)
-                    self._stored[name] = folder / file, stored
+            self._open(folder / file, wanted, _name_alone)
+        if _is_without_head(self._slices):
+            self._slices = {_in_model(name): found for name, found in self._slices.items()}
+            self._stored = {_in_model(name): found for name, found in self._stored.items()}
+        for module in dense_folders(folder):
+            self._open(_dense_file(folder / module), None, f"{module}/{{}}".format)
         self._slices = split_experts(self._slices)
         self._infos = {name: _info(tensor()) for name, tensor in self._slices.items()}
+
+    def _open(self, file: Path, wanted: set[str] | None, name_of: Callable[[str], str]) -> None:
+        """Open the tensors of a file that are `wanted`, all if it is None, under the names that `name_of` returns."""
+        try:
+            opened: Any = safe_open(file, framework="numpy")
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"{file} can't be read as safetensors ({error}); fetch the file again") from error
+        for stored in opened.offset_keys():
+            if wanted is None or stored in wanted:
+                name = name_of(stored)
+                self._slices[name] = functools.partial(opened.get_slice, stored)
+                self._stored[name] = file, stored
 
     @property
     def description(self) -> str:
@@ -107,6 +120,27 @@ def _name_alone(name: str) -> str:
         if name.startswith(prefix):
             return alone + name.removeprefix(prefix)
     return name
+
+
+def _is_without_head(names: Collection[str]) -> bool:
+    """Return whether names are those of a model that was saved without its head; a head that drafts has such, too."""
+    return {"embed_tokens.weight", "norm.weight"} <= set(names) and _OF_A_DRAFT_HEAD not in names
+
+
+def _in_model(name: str) -> str:
+    """Return the name that a tensor has in a model with its head."""
+    return f"model.{name}" if name.startswith(_WITHOUT_HEAD) else name
+
+
+def _dense_file(folder: Path) -> Path:
+    """Return the file with the weights of a dense layer. Raises `ConfigError` if there is only a pickle."""
+    pickle = folder / "pytorch_model.bin"
+    if not (folder / _SINGLE).is_file() and pickle.is_file():
+        raise ConfigError(
+            f"{folder} has no {_SINGLE}; {pickle.name} is a pickle, which can run code, so it is never opened. "
+            f"{_advice(folder, [pickle.name])}"
+        )
+    return folder / _SINGLE
 
 
 def _info(stored: Any) -> TensorInfo:

@@ -129,11 +129,16 @@ def check_names(source: TensorSource, specs: Collection[ParamSpec], ignored: Cal
 def _file_shape(found: TensorInfo, parts: Sequence[TensorPart], spec: ParamSpec) -> list[int]:
     """Return the shape that a tensor of these parts has in a file, with the dimensions of 1 that the one there has.
 
+    If it is only some rows that are needed, return that of a tensor with the fewest rows.
+
     All outputs are one dimension there, as are all inputs. A tensor of all experts has the experts as its first
     dimension; one with the weights of all heads has them one after the other. Without inputs it is a vector, unless it
     is a table.
     """
-    shapes = [_joined(part, spec, quantized=found.quantized) for part in parts]
+    whole = [part for part in parts if not part.some_rows]
+    if not whole:
+        return [max(part.first_row + part.shape[0] for part in parts), *parts[0].shape[1:]]
+    shapes = [_joined(part, spec, quantized=found.quantized) for part in whole]
     shape = [sum(shape[0] for shape in shapes), *shapes[0][1:]]
     for axis, size in enumerate(found.shape):
         if size == 1 and len(shape) < len(found.shape):
@@ -157,11 +162,21 @@ def _fits(info: TensorInfo, parts: Sequence[TensorPart]) -> bool:
     """Return whether a tensor has the rows of all its parts; a transposed tensor doesn't."""
     stored = info.shape
     inner = math.prod(stored[1:])
-    sizes = [math.prod(part.shape) for part in parts]
-    return sum(sizes) == math.prod(stored) and all(
-        size % inner == 0
-        and _split_points((size // inner, *stored[1:])) <= _split_points(viewed_shape(part, quantized=info.quantized))
-        for size, part in zip(sizes, parts)
+    whole = [part for part in parts if not part.some_rows]
+    sizes = [math.prod(part.shape) for part in whole]
+    return (
+        (not whole or sum(sizes) == math.prod(stored))
+        and all(
+            size % inner == 0
+            and _split_points((size // inner, *stored[1:]))
+            <= _split_points(viewed_shape(part, quantized=info.quantized))
+            for size, part in zip(sizes, whole)
+        )
+        and all(
+            part.shape[1:] == stored[1:] and part.first_row + part.shape[0] <= stored[0]
+            for part in parts
+            if part.some_rows
+        )
     )
 
 

@@ -133,10 +133,13 @@ def has_kv_scales(source: ModelSource) -> bool:
 
 def is_ignored(name: str) -> bool:
     """Return whether no parameter needs a checkpoint tensor: frequencies, which are computed; the copy of a tied head;
-    scales of a KV cache, which the state has; encoders, as images and sound are refused."""
+    a head, or layers after pooling, which the task of the model doesn't need; scales of a KV cache, which the state
+    has; encoders, as images and sound are refused."""
     own = name.removeprefix("model.")
     computed = name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight"
-    return computed or parse_kv_scale_name(name) is not None or own.startswith(_TOWERS)
+    return (
+        computed or parse_kv_scale_name(name) is not None or own.startswith((*_TOWERS, "score.", "cls.")) or "/" in name
+    )
 
 
 def _ignored(source: TensorSource, part: str) -> Callable[[str], bool]:

@@ -122,6 +122,41 @@ def test_an_unsupported_flag_is_refused_with_the_reason(key: str, value: object,
         load_config([flag(key, value)])
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("is_embedding", True, ("pooling", "auto", "auto")),
+        ("task", "embed", ("pooling", "embed", "auto")),
+        ("task", "classify", ("pooling", "classify", "auto")),
+        ("task", "score", ("pooling", "auto", "auto")),
+        ("task", "generate", ("generate", "auto", "auto")),
+        ("task", "auto", ("auto", "auto", "auto")),
+        ("pooler_config", '{"seq_pooling_type": "MEAN"}', ("auto", "auto", "mean")),
+        ("override_pooler_config", {"pooling_type": "LAST", "normalize": None}, ("auto", "auto", "last")),
+        ("pooler_config", "{}", ("auto", "auto", "auto")),
+    ],
+)
+def test_what_a_model_is_for(key: str, value: object, expected: tuple[str, str, str]) -> None:
+    engine = load_config([flag(key, value)]).engine
+    assert (engine.runner, engine.convert, engine.pooling) == expected
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("task", "transcription", "--task must be one of auto, generate, embed"),
+        ("pooler_config", '{"pooling_type": "CLS"}', "pooling_type=CLS is not supported; LAST, MEAN are"),
+        ("pooler_config", '{"normalize": true}', "normalize=True is refused: a request says"),
+        ("pooler_config", '{"poling_type": "LAST"}', "did you mean"),
+        ("hf_overrides", "[1]", "--hf-overrides must be a mapping, got \\[1\\]"),
+        ("hf_overrides", "{", "--hf-overrides is not valid JSON"),
+    ],
+)
+def test_what_no_model_is_for(key: str, value: object, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        load_config([flag(key, value)])
+
+
 def test_a_foreign_switch_may_set_one_of_our_settings() -> None:
     assert load_config([flag("enable_chunked_prefill", False)]).engine.chunked_prefill_size == -1
     assert load_config([flag("async_scheduling", False)]).engine.disable_overlap_schedule is True

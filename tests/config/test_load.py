@@ -1,8 +1,10 @@
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from jaxserve.config.explain import as_rows
 from jaxserve.config.load import GivenSetting, from_arguments, load_config
 from jaxserve.config.schema import EngineConfig, ServerConfig
 from jaxserve.errors import ConfigError
@@ -59,6 +61,17 @@ def test_every_kind_of_value_in_yaml(yaml_file) -> None:
     assert engine == EngineConfig(
         model="a/b", mem_fraction_static=1.0, cuda_graph_bs=(1, 2), disable_overlap_schedule=True, context_length=None
     )
+
+
+def test_fields_of_a_config_are_json_or_a_mapping(yaml_file) -> None:
+    fields = {"architectures": ["LlamaModel"], "text_config": {"num_labels": 1}}
+    flags = load_config([flag("--hf-overrides", json.dumps(fields))])
+    path = yaml_file("hf_overrides:\n  architectures: [LlamaModel]\n  text_config: {num_labels: 1}\n")
+    in_a_call = from_arguments([("hf_overrides", fields)])
+    assert flags.engine.hf_overrides == fields == load_config([], path).engine.hf_overrides
+    assert in_a_call.engine == flags.engine
+    row = next(row for row in as_rows(flags) if row["key"] == "hf_overrides")
+    assert json.loads(json.dumps(row["value"])) == fields
 
 
 def test_an_empty_file_sets_nothing(yaml_file) -> None:

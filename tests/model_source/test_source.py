@@ -103,6 +103,12 @@ def test_a_folder_in_mistrals_own_format(tmp_path: Path) -> None:
         ("original/params.json", False),
         ("original/tokenizer.model", False),
         ("onnx/model.safetensors", False),
+        ("1_Pooling/config.json", True),
+        ("2_Dense/model.safetensors", True),
+        ("2_Dense/pytorch_model.bin", False),
+        ("config_sentence_transformers.json", True),
+        ("onnx/config.json", False),
+        ("0nnx/model.safetensors", False),
         ("merges.txt", True),
         ("original/merges.txt", False),
     ],
@@ -115,7 +121,9 @@ def test_the_files_that_are_downloaded(file: str, wanted: bool) -> None:
 
 def test_the_files_of_a_tokenizer(folder: Path) -> None:
     (folder / "additional_chat_templates").mkdir()
-    kept = ["additional_chat_templates/rag.jinja", "chat_template.jinja", "tekken.json", "tokenizer.model"]
+    (folder / "1_Pooling").mkdir()
+    kept = ["1_Pooling/config.json", "additional_chat_templates/rag.jinja", "chat_template.jinja", "modules.json"]
+    kept += ["tekken.json", "tokenizer.model"]
     for name in [*kept, "model.safetensors", "model.safetensors.index.json"]:
         (folder / name).write_text("{}")
 
@@ -128,7 +136,7 @@ def test_a_converted_folder(folder: Path) -> None:
     source = resolve(str(folder))
 
     assert source == ModelSource(folder, "orbax", "my-model")
-    assert read_config(source) == fetch_config(str(folder)) == {"model_type": "llama"}
+    assert (read_config(source), source) == fetch_config(str(folder)) == ({"model_type": "llama"}, source)
 
 
 def test_an_orbax_checkpoint_that_is_no_converted_folder(tmp_path: Path) -> None:

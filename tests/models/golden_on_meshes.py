@@ -4,7 +4,7 @@ Arguments are FOLDER/SHARDS, or FOLDER/SHARDS/GROUPS/RANKS for groups with exper
 them (see `golden_logits`). Prints one JSON object: for each the largest difference to Hugging Face's logits, or null
 if the fixture can't be split into that number of shards. A quantized fixture has its weights in rows, in float32; with
 `packed:` before its name, packed for a CPU in bfloat16, and it is compared with the same on one device. `gguf:` before
-a name makes a GGUF file of it.
+a name makes a GGUF file of it; `pooled:` before one compares the vectors of a fixture of pooled requests.
 """
 
 from __future__ import annotations
@@ -16,11 +16,15 @@ import sys
 import numpy as np
 
 from tests.models.golden import golden_config, golden_logits
+from tests.models.pooled import pooled_difference
 from tests.models.quantized import held_logits
 
 
 def difference(case: str) -> float | None:
     """Return the largest difference of any logit of a fixture."""
+    if case.startswith("pooled:"):
+        name, number = case.removeprefix("pooled:").split("/")
+        return pooled_difference(name, int(number))
     called, shards, *mesh = re.fullmatch(r"(.*?)/(\d)(?:/(\d)/(\d))?", case).groups()
     if mesh[0] and "quantized/" not in called:
         found = golden_logits(called, int(shards), expert=int(mesh[0]), ranks=int(mesh[1]))

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.models.golden import FOLDERS
+from tests.models.pooled import FOLDERS as POOLED
 from tests.selection import grid
 
 ROOT = Path(__file__).parents[2]
@@ -21,6 +22,8 @@ QUICK = ["llama3/4", "olmo2/4", "glm4/2", "gemma4/4", "deepseek_v3/4", "qwen3_ne
 layers that reuse keys and values, and a second table; latent rows that every shard has; key heads with their groups."""
 QUANTIZED = ["quantized/awq_glm4/2", "quantized/gptq_act_order/4", "packed:quantized/gptq_8bit_asymmetric/2"]
 """Reordered heads; inputs in another order, which are not divided, and shared heads; strips and blocks of a CPU."""
+POOLED_QUICK = ["pooled:llama_mean_dense/2", "pooled:qwen2_reward/2", "pooled:qwen3_reranker/2"]
+"""Layers after pooling that every shard has, with biases, and of rows of the embedding that shards divide."""
 MIXTURES = ["mixtral/4/2/1", "glm4_moe/1/1/4", "gpt_oss/2/1/2", "gemma4_moe/2/2/1"]
 MIXTURES += ["gguf:quantized/gpt_oss_mxfp4/4/2/1"]
 """Two devices divide each expert; ranks with experts of their own, of one device, and of two that divide each expert
@@ -28,13 +31,14 @@ and its biases; experts beside an MLP; parts of stacked tensors."""
 MORE_MIXTURES = ["qwen3_moe/4/4/1", "olmoe/2/2/2", "gguf:mixtral/4/2/1", "gguf:glm4_moe/1/1/4", "deepseek_v2/2/1/2"]
 MORE_MIXTURES += ["gguf:deepseek_v3/1/1/4", "gguf:deepseek_v2_lite/4/2/1"]
 ALL = [f"{name}/{shards}" for name in FOLDERS for shards in (1, 2, 4)]
+ALL += [f"pooled:{name}/2" for name in POOLED]
 
 
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.parametrize(
     "cases",
-    grid([QUICK + MIXTURES + QUANTIZED, MORE_MIXTURES, ALL], lambda cases: cases[0] == QUICK[0]),
+    grid([QUICK + MIXTURES + QUANTIZED + POOLED_QUICK, MORE_MIXTURES, ALL], lambda cases: cases[0] == QUICK[0]),
     ids=["quick", "more-mixtures", "all"],
 )
 def test_logits_equal_hugging_face_on_any_mesh(cases: list[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 
 from jaxserve.config.settings import settings
 from jaxserve.errors import ConfigError
+from jaxserve.model_source.pooling import PooledLayer, Pooling
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.layout import LaidOutModel
 from jaxserve.models.registry import abstract_params, parse_model_config
@@ -162,6 +164,20 @@ def test_a_checkpoint_of_16_bits_is_quantized_as_asked() -> None:
     assert chosen(config, asked="int8").quantized[DOWN] == Scheme("int8", 64)
     assert chosen(config, asked="fp8").quantized[DOWN] == Scheme("fp8", activations="token")
     assert chosen(config, asked="int4", shards=Shards(2, 2)).quantized[DOWN].group == 32, "shards have whole groups"
+
+
+def test_layers_after_pooling_keep_their_type_and_a_model_without_a_head_has_none() -> None:
+    rows = PooledLayer("lm_head", 256, 2, tokens=(1, 2))
+    pooling, weight = Pooling("last", (rows,)), ("pooled", 0, "weight")
+    for tied in (False, True):
+        config = model(tie_word_embeddings=tied, hidden_size=256)
+        both = chosen(dataclasses.replace(config, pooling=pooling), asked="int8")
+        only = chosen(dataclasses.replace(config, pooling=pooling, generates=False), asked="int8")
+        assert both.others == {HEAD: "the output head keeps its type", weight: "layers after pooling keep their type"}
+        assert only.others == {weight: "layers after pooling keep their type"}
+        assert (EMBEDDING if tied else HEAD) in both.forms
+        assert {EMBEDDING, HEAD}.isdisjoint(only.forms)
+        assert only.forms[weight] == WeightForm()
 
 
 def test_products_that_decide_keep_their_type() -> None:

@@ -51,20 +51,49 @@ def test_types_other_than_floats_are_refused_by_name(tmp_path: Path, stored: Any
     assert "BF16" in info.unreadable
 
 
-def test_a_text_model_beside_an_encoder_of_images_loads_under_old_and_new_names(tmp_path: Path) -> None:
+@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model."])
+def test_a_text_model_beside_an_encoder_of_images_loads_under_old_and_new_names(prefix: str, tmp_path: Path) -> None:
     folder = GOLDEN / "gemma3_multimodal"
     shutil.copy(folder / "config.json", tmp_path)
     old = "language_model.model."
     tensors = {
-        f"model.language_model.{name.removeprefix(old)}" if name.startswith(old) else f"model.{name}": array
+        f"{prefix}{name.removeprefix(old)}" if name.startswith(old) else f"model.{name}": array
         for name, array in load_file(folder / "model.safetensors").items()
     }
     assert any(name.startswith("model.vision_tower.") for name in tensors)
-    tensors["lm_head.weight"] = tensors["model.language_model.embed_tokens.weight"].copy()
+    tensors["lm_head.weight"] = tensors[f"{prefix}embed_tokens.weight"].copy()
     save_file(tensors, tmp_path / "model.safetensors")
     assert_same_params(
         load_model(ModelSource(folder, "folder", "old")), load_model(ModelSource(tmp_path, "folder", "new"))
     )
+
+
+def test_a_model_saved_without_its_head_has_names_of_its_own(tmp_path: Path) -> None:
+    folder = GOLDEN / "qwen3"
+    shutil.copy(folder / "config.json", tmp_path)
+    tensors = {name.removeprefix("model."): each for name, each in load_file(folder / "model.safetensors").items()}
+    assert "layers.0.input_layernorm.weight" in tensors
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert_same_params(
+        load_model(ModelSource(folder, "folder", "whole")), load_model(ModelSource(tmp_path, "folder", "bare"))
+    )
+    drafting = {**tensors, "fc.weight": np.zeros((1, 1), np.float32)}
+    save_file(drafting, tmp_path / "model.safetensors")
+    assert SafetensorsFolder(tmp_path).infos.keys() == drafting.keys(), "a head that drafts keeps its names"
+
+
+def test_weights_of_dense_layers_are_in_folders_of_their_own(tmp_path: Path) -> None:
+    (tmp_path / "2_Dense").mkdir()
+    (tmp_path / "modules.json").write_text(json.dumps([{"type": "st.Dense", "path": "2_Dense"}]))
+    save_file({"w": np.zeros(1, np.float32)}, tmp_path / "model.safetensors")
+    (tmp_path / "2_Dense" / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(
+        ConfigError, match=r"2_Dense has no model.safetensors; pytorch_model.bin is a pickle, .*python -c"
+    ):
+        SafetensorsFolder(tmp_path)
+    save_file({"linear.weight": np.full((1, 1), 3, np.float32)}, tmp_path / "2_Dense" / "model.safetensors")
+    source = SafetensorsFolder(tmp_path)
+    assert read(source, "2_Dense/linear.weight") == source.array("2_Dense/linear.weight") == 3
 
 
 def test_a_sharded_folder_equals_the_single_file(tmp_path: Path) -> None:

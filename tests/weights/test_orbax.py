@@ -16,14 +16,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxserve.config.schema import EngineConfig
 from jaxserve.errors import ConfigError
-from jaxserve.model_source import CHECKPOINT_FILE, ModelSource
+from jaxserve.model_source import CHECKPOINT_FILE, ModelSource, resolve
 from jaxserve.params import ParamSpec
+from jaxserve.text.tokenizers.save import save_tokenizer
 from jaxserve.weights import orbax, orbax_write
 from jaxserve.weights.arrays import WeightReader, flatten
+from jaxserve.weights.convert import convert
 from jaxserve.weights.manifest import PARAMS_FOLDER, write_manifest
 from jaxserve.weights.orbax import OrbaxCheckpoint
 from jaxserve.weights.orbax_write import chunk_shape, write_checkpoint
+from tests.models.pooled import SETTINGS, cases, pooled_source, served, vectors
 from tests.selection import examples
 from tests.weights.conftest import GOLDEN, assert_same_params, converted, load_model, spec
 
@@ -60,6 +64,22 @@ def test_a_converted_model_has_the_parameters_it_had(name: str, tmp_path: Path) 
     target = converted(source.path, tmp_path / "converted", np.float32)
     assert target.kind == "orbax"
     assert_same_params(load_model(target), load_model(source))
+
+
+@pytest.mark.parametrize("name", ["llama_mean_dense", "qwen2_reward", "qwen3_reranker"])
+def test_a_converted_folder_has_the_same_task_and_layers_after_pooling(name: str, tmp_path: Path) -> None:
+    source = pooled_source(name)
+    folder = tmp_path / "converted"
+    folder.mkdir()
+    settings = SETTINGS.get(name, {})
+    save_tokenizer(source, folder)
+    convert(source, EngineConfig(dtype="float32", **settings), folder, lambda done, total: None)
+    target = resolve(str(folder))
+    before, after = served(source, **settings), served(target, **settings)
+    [ids, *_] = [case.ids for case in cases(name)]
+    assert after.task == before.task
+    assert target.kind == "orbax"
+    np.testing.assert_array_equal(vectors(target, after, [ids]), vectors(source, before, [ids]))
 
 
 def test_it_is_rounded_to_the_requested_type_and_loads_only_as_that(tmp_path: Path) -> None:

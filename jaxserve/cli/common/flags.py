@@ -112,6 +112,8 @@ def _options(name: str) -> list[str]:
 def _metavar(setting: Setting) -> str:
     if setting.choices:
         return "{" + ",".join(setting.choices) + "}"
+    if setting.is_mapping:
+        return "JSON"
     return {int: "N", float: "X", tuple[int, ...]: "N", KvEventsConfig: "JSON"}.get(setting.kind, "TEXT")
 
 

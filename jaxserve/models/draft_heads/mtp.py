@@ -54,6 +54,7 @@ def config_of(model: ModelConfig) -> common.Config:
         model,
         architecture=MTP,
         num_layers=1,
+        pooling=None,
         dense=(not model.experts,),
         windows=(None,),
         delta=None,

@@ -43,7 +43,7 @@ class LayerVectorParams:
 class Params(parameters.Params):
     """All weights of a model."""
 
-    layer_vectors: LayerVectorParams | None
+    layer_vectors: LayerVectorParams | None = None
 
 
 @flax.struct.dataclass
@@ -116,7 +116,7 @@ def abstract(model: LaidOutModel[Config], dtype: np.dtype) -> Params:
     layers = tuple(layer(i) for i in range(config.num_layers))
     norm = declare.wide_norm("model.norm.weight")
     vectors = layer_vectors(config.num_layers * size) if size else None
-    return Params(declare.embedding(), layers, norm, declare.head(), vectors)
+    return Params(declare.embedding(), layers, norm, declare.head(), layer_vectors=vectors)
 
 
 def layers(

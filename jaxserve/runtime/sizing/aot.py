@@ -40,7 +40,7 @@ def deploy_on_target(config: EngineConfig, name: str) -> Deployment:
     target = load_target(name)
     if config.device not in ("auto", target.platform):
         raise ConfigError(f"device={config.device} and target {name!r}, which is {target.platform}: leave one out")
-    model, device = read_model(config.model), facts_of_target(name, config.nnodes, config.pp_size)
+    model, device = read_model(config), facts_of_target(name, config.nnodes, config.pp_size)
     # Replicas run on one machine too, and take as many of its devices as one mesh would.
     check_mesh(msgspec.structs.replace(config, dp_mode="mesh"), model, device)
     return deploy_or_advise(config, model, device, read_stored(config, model))
@@ -59,7 +59,7 @@ def deploy_on_device(config: EngineConfig) -> tuple[Deployment, list[Mesh]]:
     """Return the deployment on the attached devices and the mesh of each of its stages. Raises `ConfigError`."""
     devices = attach(config)
     facts = facts_of_devices(devices, config)
-    model = read_model(config.model)
+    model = read_model(config)
     deployment = deploy_or_advise(config, model, facts, read_stored(config, model))
     meshes = make_stage_meshes(devices, len(deployment.parts), **deployment.mesh_sizes)
     return size_pool_by_compiler(deployment, dict(enumerate(meshes)), None), meshes

@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from jaxserve import model_source
 from jaxserve.config.data_parallel import Parallelism, parallelism
 from jaxserve.config.schema import EngineConfig
+from jaxserve.config.served_checkpoint import fetch_served_checkpoint
 from jaxserve.errors import ConfigError
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.dtypes import dtype_of, kv_dtype_of
@@ -178,9 +179,11 @@ class Deployment:
         return max(1, self.config.nnodes // self.divided.stages)
 
 
-def read_model(model: str) -> ModelConfig:
-    """Read the config of the model that `--model` names, which may be just a config.json. Raises `ConfigError`."""
-    return parse_model_config(model_source.fetch_config(model), f"config of {model}")
+def read_model(config: EngineConfig) -> ModelConfig:
+    """Read the config of the model that a configuration serves; `model` may be just a config.json. Raises
+    `ConfigError`."""
+    served = fetch_served_checkpoint(config)
+    return parse_model_config(served.raw, served.where, served.task)
 
 
 def read_stored(config: EngineConfig, model: ModelConfig) -> Stored:

@@ -174,7 +174,7 @@ def _fitted_head(where: str, head: eagle.Config, model: ModelConfig) -> eagle.Co
 
 @functools.lru_cache(maxsize=4)
 def _read_model(name: str, method: str, load_format: Any) -> tuple[ModelConfig, Any]:
-    raw, where, source = model_source.fetch_config(name), f"config of {name}", model_source.resolve_local(name)
+    (raw, _), where, source = model_source.fetch_config(name), f"config of {name}", model_source.resolve_local(name)
     if method == "draft":
         if head := eagle.method_of(Fields(raw, where)):
             raise ConfigError(f"{where}: it is a head that drafts, no model; set speculative_method to {head}")
