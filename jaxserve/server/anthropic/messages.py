@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxserve.errors import InvalidRequestError
+from jaxserve.errors import ContextLengthError, InvalidRequestError
 from jaxserve.server.anthropic.conversation import conversation
 from jaxserve.server.anthropic.events import MessageShape
 from jaxserve.server.anthropic.protocol import CountTokensRequest, MessagesRequest
 from jaxserve.server.anthropic.responses import TokenCount
-from jaxserve.server.errors import ContextLengthError, HttpError
+from jaxserve.server.errors import HttpError
 from jaxserve.server.generation.conversation import Conversation, count_prompt, prepare_answer
 from jaxserve.server.generation.engine_requests import engine_requests
 from jaxserve.server.generation.message_list import template_abilities

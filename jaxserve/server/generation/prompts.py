@@ -12,8 +12,7 @@ from typing import Protocol
 
 from jaxserve import host
 from jaxserve.api_types import EngineInfo
-from jaxserve.errors import InvalidRequestError
-from jaxserve.server.errors import ContextLengthError
+from jaxserve.errors import ContextLengthError, InvalidRequestError
 from jaxserve.server.http.fields import MAX_SEQUENCES
 from jaxserve.server.server_state import LoadedModel, ServerState
 from jaxserve.text.requests import check_ids

@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 
 from jaxserve.api_types import SamplingParams
-from jaxserve.errors import InvalidRequestError
-from jaxserve.server.errors import ContextLengthError, HttpError
+from jaxserve.errors import ContextLengthError, InvalidRequestError
+from jaxserve.server.errors import HttpError
 from jaxserve.server.generation.conversation import Conversation, PreparedAnswer, count_prompt, prepare_answer
 from jaxserve.server.generation.engine_requests import engine_requests
 from jaxserve.server.generation.message_list import template_abilities

@@ -97,6 +97,22 @@ class Tokenizer:
                 raise
         return [encoding.ids for encoding in encodings]
 
+    def special_tokens_around(self, num_texts: int) -> list[list[int]]:
+        """Return the special tokens that are added before one text, or before each of two that are encoded as a pair,
+        and last those after them. Raises `ConfigError` for another form."""
+        encoding = self._backend.encode("a") if num_texts == 1 else self._backend.encode("a", "a")
+        around: list[list[int]] = [[]]
+        previous = None
+        for token_id, number in zip(encoding.ids, encoding.sequence_ids):
+            if number is None:
+                around[-1].append(token_id)
+            elif number != previous:
+                around.append([])
+                previous = number
+        if len(around) != num_texts + 1:
+            raise ConfigError("the tokenizer's post-processor doesn't write each text once, in their order")
+        return around
+
     def text_offsets(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return where in `text` each token of `encode(text)` begins, in non-decreasing order. An added special token
         begins where the next token does."""
