@@ -12,10 +12,9 @@ from typing import Literal
 
 from jaxserve.errors import ContextLengthError, InvalidRequestError
 from jaxserve.model_source.pooling import PooledTask
-from jaxserve.text.tokenizers.escaped_marks import EscapedMarks
-from jaxserve.text.tokenizers.tokenizer import Tokenizer
+from jaxserve.text.tokenizers.tokenizer import TextEncoder, Tokenizer
 
-Side = Literal["left", "right"]
+TruncationSide = Literal["left", "right"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,11 +24,15 @@ class TextLimits:
 
     longest: int
     truncates: bool = False
-    side: Side = "right"
+    side: TruncationSide = "right"
 
     @classmethod
     def of(
-        cls, max_model_len: int, task: PooledTask, truncate_prompt_tokens: int | None, side: Side | None = None
+        cls,
+        max_model_len: int,
+        task: PooledTask,
+        truncate_prompt_tokens: int | None,
+        side: TruncationSide | None = None,
     ) -> TextLimits:
         """Return the limits of a request; -1 truncates to what the model takes. Raises `InvalidRequestError`."""
         longest = min(max_model_len, task.max_tokens or max_model_len)
@@ -70,7 +73,7 @@ class TextLimits:
 
 
 def encode_texts(
-    tokenizer: Tokenizer | EscapedMarks,
+    encoder: TextEncoder,
     texts: Sequence[str],
     around: Sequence[list[int]],
     limits: TextLimits,
@@ -84,11 +87,15 @@ def encode_texts(
         limits.check(count + len(before) + len(after), next(remaining))
 
     for text, name in zip(texts, names, strict=True):
-        if not text:
-            raise InvalidRequestError(f"{name} is empty: there must be a text", param=name)
-        limits.check(tokenizer.min_num_tokens(text), name, at_least=True)
-    encoded = tokenizer.encode_batch(texts, add_special_tokens=False, check_count=check_count)
+        limits.check(encoder.min_num_tokens(text), name, at_least=True)
+    encoded = encoder.encode_batch(texts, add_special_tokens=False, check_count=check_count)
     return [limits.fit(before, ids, after, name) for ids, name in zip(encoded, names, strict=True)]
+
+
+def check_not_empty(value: str | list[int], name: str) -> None:
+    """Raise `InvalidRequestError` for an empty text, or no ids."""
+    if not value:
+        raise InvalidRequestError(f"{name} is empty: there must be a text, or at least one token", param=name)
 
 
 def first_tokens(tokenizer: Tokenizer, text: str, count: int) -> str:

@@ -66,6 +66,12 @@ def label_values(vector: Vector, activation: LabelActivation) -> list[float]:
     return numbers
 
 
+def best_label(values: list[float], task: PooledTask) -> str:
+    """Return the label with the largest value."""
+    best = max(range(len(values)), key=values.__getitem__)
+    return task.labels[best] if best < len(task.labels) else f"LABEL_{best}"
+
+
 def relevance(vector: Vector, task: PooledTask, *, activates: bool = True) -> float:
     """Return how well a document answers a query, from the logits of their pair.
 

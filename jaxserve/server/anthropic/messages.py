@@ -17,6 +17,7 @@ from jaxserve.server.generation.responder import respond
 from jaxserve.server.generation.sampling_fields import sampling_params
 from jaxserve.server.http.exchange import HttpExchange
 from jaxserve.server.http.fields import refuse_unsupported_fields
+from jaxserve.server.model_tasks import require_generating
 from jaxserve.server.server_state import LoadedModel, ServerState
 
 
@@ -36,7 +37,7 @@ class ThreadUnsupportedError(HttpError):
 
 async def messages(state: ServerState, exchange: HttpExchange, request: MessagesRequest) -> None:
     """Answer one request."""
-    loaded = state.require_loaded()
+    loaded = require_generating(state)
     asked = await _conversation(state, loaded, request)
     longest = loaded.engine.info.max_model_len
     try:

@@ -23,6 +23,7 @@ from jaxserve.server.generation.responder import respond
 from jaxserve.server.generation.sampling_fields import sampling_params
 from jaxserve.server.http.exchange import HttpExchange
 from jaxserve.server.http.fields import refuse_unsupported_fields
+from jaxserve.server.model_tasks import require_generating
 from jaxserve.server.response_store import StoredItem
 from jaxserve.server.responses_api.bodies import (
     InputTokenCount,
@@ -59,7 +60,7 @@ class _ReadRequest:
 
 async def create_response(state: ServerState, exchange: HttpExchange, request: ResponsesRequest) -> None:
     """Answer one request."""
-    loaded = state.require_loaded()
+    loaded = require_generating(state)
     asked = await _read(state, loaded, request)
     answer = await _prepare(state, loaded, request, asked.conversation)
     info, wanted = loaded.engine.info, request.max_output_tokens

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 from jaxserve.errors import ConfigError, InvalidRequestError
 from jaxserve.model_source import ModelSource
@@ -30,6 +31,24 @@ def load_tokenizer(source: ModelSource) -> Tokenizer:
     from jaxserve.text.tokenizers.hf_folder import tokenizer_from_folder
 
     return Tokenizer(tokenizer_from_folder(source.path))
+
+
+class TextEncoder(Protocol):
+    """Encodes texts: a tokenizer, or its escaped marks."""
+
+    def min_num_tokens(self, text: str) -> int:
+        """Return the smallest number of tokens that `text` can have; 0 if there is no bound."""
+        ...
+
+    def encode_batch(
+        self,
+        texts: Sequence[str],
+        *,
+        add_special_tokens: bool = True,
+        check_count: Callable[[int], None] | None = None,
+    ) -> list[list[int]]:
+        """Return the ids of each text; see `Tokenizer.encode_batch`."""
+        ...
 
 
 class Tokenizer:
