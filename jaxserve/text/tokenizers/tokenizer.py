@@ -120,15 +120,14 @@ class Tokenizer:
         """Return the special tokens that are added before one text, or before each of two that are encoded as a pair,
         and last those after them. Raises `ConfigError` for another form."""
         encoding = self._backend.encode("a") if num_texts == 1 else self._backend.encode("a", "a")
-        around: list[list[int]] = [[]]
-        previous = None
+        around, texts = [list[int]()], list[int]()
         for token_id, number in zip(encoding.ids, encoding.sequence_ids):
             if number is None:
                 around[-1].append(token_id)
-            elif number != previous:
+            elif number not in texts[-1:]:
                 around.append([])
-                previous = number
-        if len(around) != num_texts + 1:
+                texts.append(number)
+        if texts != list(range(num_texts)):
             raise ConfigError("the tokenizer's post-processor doesn't write each text once, in their order")
         return around
 
