@@ -19,6 +19,19 @@ RERANK = PooledTask(
 LABELS = dataclasses.replace(RERANK, scores_pairs=False)
 REWARD = dataclasses.replace(LABELS, labels=(), activation="none")
 
+POOLED: dict[str, dict[str, Any]] = {
+    "/v1/embeddings": {"input": "a"},
+    "/v1/rerank": {"query": "q", "documents": ["a"]},
+    "/v2/rerank": {"query": "q", "documents": ["a"]},
+    "/rerank": {"query": "q", "documents": ["a"]},
+    "/v1/score": {"text_1": "q", "text_2": "a"},
+    "/score": {"text_1": "q", "text_2": "a"},
+    "/classify": {"input": "a"},
+    "/pooling": {"input": "a"},
+    "/encode": {"text": "a"},
+}
+"""A body for each route that pools."""
+
 
 def only(task: PooledTask, **changes: Any) -> ModelTask:
     """Return the task of a server that only pools."""
@@ -28,3 +41,8 @@ def only(task: PooledTask, **changes: Any) -> ModelTask:
 def both(task: PooledTask, **changes: Any) -> ModelTask:
     """Return the task of a server that generates, too."""
     return ModelTask(generates=True, pooled=dataclasses.replace(task, **changes))
+
+
+def task_of(path: str) -> ModelTask:
+    """Return the task of a server that generates, and pools what the route `path` answers with."""
+    return both(LABELS if path == "/classify" else EMBED)
