@@ -36,6 +36,14 @@ class InvalidRequestError(JaxserveError, ValueError):
         self.param = param
 
 
+class ContextLengthError(InvalidRequestError):
+    """The prompt and its output, of at least `num_tokens` tokens, do not fit the model's context."""
+
+    def __init__(self, message: str, *, param: str, num_tokens: int) -> None:
+        super().__init__(message, param=param)
+        self.num_tokens = num_tokens
+
+
 class QueueFullError(JaxserveError):
     """A limit of the queue refuses a request of `num_sequences`: `setting` is `limit`, and `found` count against it.
 

@@ -70,10 +70,11 @@ ORDER_INSIDE = {
     "jaxserve.quant": "stored | checkpoint | choice | transform",
     "jaxserve.runtime": "devices | step | programs | sizing | execution",
     "jaxserve.server":
-        "errors follower refusals response_store siblings | server_state | http loading | generation | "
-        "admin anthropic openai responses_api sglang | app | lifecycle | api_processes | serve",
-    "jaxserve.text": "prompt_forms stop_regex tokenizers | detokenizer grammars requests stop_strings | "
-                     "answers output | template_tools | chat_template | template_process",
+        "errors follower refusals response_store siblings | server_state | http loading model_tasks | "
+        "generation | admin anthropic openai pooling responses_api sglang | app | lifecycle | api_processes | serve",
+    "jaxserve.text": "pooled_vectors prompt_forms stop_regex tokenizers | "
+                     "detokenizer grammars pooled_texts requests stop_strings | answers output pair_forms | "
+                     "template_tools | chat_template | template_process",
     "jaxserve.weights": "arrays gguf_blocks gguf_heads mismatch parts scales source stacked_experts | "
                         "dummy finite hf kv_scales manifest | gguf orbax orbax_write quantized | convert load | open",
     "pallas_kernels": "cpu gpu_code target | dispatch tuning | "
@@ -96,7 +97,7 @@ ORDER_INSIDE = {
     "pallas_kernels.tune": "task | attention experts products | __main__",
 }  # fmt: skip
 # The folders of `jaxserve.server` with the routes of an API.
-APIS = ("anthropic", "openai", "responses_api", "sglang")
+APIS = ("anthropic", "openai", "pooling", "responses_api", "sglang")
 WITHOUT_JAX = {*BASE, "engine", "text", "server", "llm", "bench", "cli", "__main__", "__init__"}
 JAX = {"jax", "jaxlib", "flax", "jaxtyping", "orbax", "pallas_kernels"}
 

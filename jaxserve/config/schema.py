@@ -451,7 +451,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         str | None,
         Meta(
             description="chat template to use instead of the model's default one: a Jinja file, or the name of another "
-            "of the model's templates"
+            "of the model's templates; qwen3_reranker: the model card's form of a query and a document"
         ),
     ] = None
     escape_marks: Annotated[

@@ -183,7 +183,7 @@ class Metrics:
 
 
 class SequenceClock:
-    """Measures the latencies of one sequence. Only the first `record_end` counts."""
+    """Measures the latencies of one sequence. Only the first `record_end` counts. A pooled one has no tokens."""
 
     __slots__ = (
         "_arrival", "_ended", "_first", "_last", "_metrics", "_num_tokens",
@@ -235,6 +235,8 @@ class SequenceClock:
         metrics.e2e.observe(time.perf_counter() - self._arrival)
         request = self._request
         metrics.prompt_tokens.observe(len(request.prompt_ids))
+        if request.pooled:
+            return
         metrics.max_tokens.observe(request.sampling.max_tokens)
         if request.sample == 0:
             metrics.n.observe(request.sampling.n)

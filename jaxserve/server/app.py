@@ -35,6 +35,26 @@ from jaxserve.server.openai.models import get_model, list_models
 from jaxserve.server.openai.protocol import ChatRequest, CompletionRequest
 from jaxserve.server.openai.render import RenderedRequest, render_chat, render_completions
 from jaxserve.server.openai.responses import ChatResponse, CompletionResponse, ModelCard, ModelList
+from jaxserve.server.pooling.bodies import (
+    ClassifyResponse,
+    EmbeddingResponse,
+    EncodeOutput,
+    PoolingResponse,
+    RerankResponse,
+    ScoreResponse,
+)
+from jaxserve.server.pooling.classify import classify
+from jaxserve.server.pooling.embeddings import embeddings, pooling
+from jaxserve.server.pooling.encode import encode
+from jaxserve.server.pooling.protocol import (
+    ClassifyRequest,
+    EmbeddingRequest,
+    EncodeRequest,
+    PoolingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
+from jaxserve.server.pooling.scoring import rerank, score
 from jaxserve.server.responses_api.bodies import DeletedResponse, InputItemList, InputTokenCount, ResponseObject
 from jaxserve.server.responses_api.protocol import ResponsesInput, ResponsesRequest
 from jaxserve.server.responses_api.routes import count_input_tokens, create_response
@@ -125,7 +145,7 @@ _BODILESS: tuple[tuple[Operation, BodilessHandler], ...] = (
     (Operation("GET", "/health", "Whether the engine makes progress"), admin_routes.health),
     (Operation("GET", "/ready", "Whether the server accepts new requests"), admin_routes.ready),
     (
-        Operation("GET", "/health_generate", "Whether the engine generates: one token, within 20 s"),
+        Operation("GET", "/health_generate", "Whether the engine computes: one token, within 20 s"),
         admin_routes.health_generate,
     ),
     (Operation("GET", "/load", "The number of open requests, vLLM's route"), admin_routes.load),
@@ -213,6 +233,15 @@ _POSTS = (
         InputTokenCount,
     ),
     _post("/generate", "Continue prompts, SGLang's own route", generate, GenerateRequest, GenerateOutput, streams=True),
+    _post("/v1/embeddings", "Embeddings of texts", embeddings, EmbeddingRequest, EmbeddingResponse),
+    _post("/v1/rerank", "The documents that answer a query best", rerank, RerankRequest, RerankResponse),
+    _post("/v2/rerank", "The same, under Cohere's newer name", rerank, RerankRequest, RerankResponse),
+    _post("/rerank", "The same, under Jina's and vLLM's name", rerank, RerankRequest, RerankResponse),
+    _post("/v1/score", "How well texts fit each other, vLLM's route", score, ScoreRequest, ScoreResponse),
+    _post("/score", "The same, under vLLM's other name", score, ScoreRequest, ScoreResponse),
+    _post("/classify", "Labels of texts, vLLM's route", classify, ClassifyRequest, ClassifyResponse),
+    _post("/pooling", "What the model pools from texts, vLLM's route", pooling, PoolingRequest, PoolingResponse),
+    _post("/encode", "The same, SGLang's route", encode, EncodeRequest, EncodeOutput),
     _post("/tokenize", "Text to ids", tokenize, TokenizeRequest, TokenizeResponse),
     _post("/detokenize", "Ids to text", detokenize, DetokenizeRequest, DetokenizeResponse),
     _post("/abort_request", "Abort an open request, or all", abort_request, AbortRequest, AbortResponse),

@@ -13,6 +13,7 @@ import msgspec
 from starlette.exceptions import HTTPException
 
 from jaxserve.errors import (
+    ContextLengthError,
     EngineDeadError,
     EngineUnresponsiveError,
     InvalidRequestError,
@@ -69,14 +70,6 @@ class HttpError(JaxserveError):
     def encode(self, path: str = "") -> bytes:
         """Return the JSON for a client of the route `path`."""
         return msgspec.json.encode(self.messages_body() if path.startswith(MESSAGES_PATH) else self.body())
-
-
-class ContextLengthError(InvalidRequestError):
-    """The prompt and its output, of at least `num_tokens` tokens, do not fit the model's context."""
-
-    def __init__(self, message: str, *, param: str, num_tokens: int) -> None:
-        super().__init__(message, param=param)
-        self.num_tokens = num_tokens
 
 
 class UnavailableError(JaxserveError):

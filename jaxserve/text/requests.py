@@ -1,4 +1,4 @@
-"""Makes engine requests from the ids of a prompt and sampling parameters, for both the server and `LLM`.
+"""Makes engine requests from the ids of prompts and sampling parameters, for both the server and `LLM`.
 
 Owns the checks against the vocabulary and the set of ids that end an output. Never tokenizes and never submits.
 """
@@ -15,6 +15,8 @@ from jaxserve.text.stop_regex import check_patterns
 from jaxserve.text.tokenizers.tokenizer import Tokenizer
 
 MAX_PRIORITY = 2**31 - 1
+# What a pooled request draws.
+_NOTHING = SamplingParams(max_tokens=0)
 
 
 def sample_requests(
@@ -39,8 +41,7 @@ def sample_requests(
     _check_priority(priority or 0, info)
     # The engine knows grammars only, whichever form they came in
     sampling = msgspec.structs.replace(sampling, structured_outputs=None)
-    if cache_salt == "":
-        raise InvalidRequestError("cache_salt is empty: give a text, or leave it out", param="cache_salt")
+    namespace = _namespace(cache_salt)
     return [
         EngineRequest(
             request_id=f"{name}-{sample}",
@@ -50,11 +51,36 @@ def sample_requests(
             group_id=name,
             sample=sample,
             priority=priority or 0,
-            namespace=cache_salt or "",
+            namespace=namespace,
             grammar=grammar,
             thinking=thinking,
         )
         for sample in range(sampling.n)
+    ]
+
+
+def pooled_requests(
+    name: str,
+    prompts: Sequence[list[int]],
+    info: EngineInfo,
+    *,
+    priority: int | None = None,
+    cache_salt: str | None = None,
+) -> list[EngineRequest]:
+    """Return a request for the vector of each prompt, named `name`-0, -1 and so on. See `sample_requests`."""
+    _check_priority(priority or 0, info)
+    namespace = _namespace(cache_salt)
+    return [
+        EngineRequest(
+            request_id=f"{name}-{number}",
+            prompt_ids=ids,
+            sampling=_NOTHING,
+            group_id=f"{name}-{number}",
+            priority=priority or 0,
+            namespace=namespace,
+            pooled=True,
+        )
+        for number, ids in enumerate(prompts)
     ]
 
 
@@ -66,6 +92,12 @@ def check_ids(ids: Sequence[int], vocab_size: int, *, param: str) -> None:
             f"{param} holds the token id {wrong}, which is not in the vocabulary: ids are in [0, {vocab_size - 1}]",
             param=param,
         )
+
+
+def _namespace(cache_salt: str | None) -> str:
+    if cache_salt == "":
+        raise InvalidRequestError("cache_salt is empty: give a text, or leave it out", param="cache_salt")
+    return cache_salt or ""
 
 
 def _check_priority(priority: int, info: EngineInfo) -> None:

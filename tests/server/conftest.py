@@ -15,11 +15,13 @@ import openai
 import pytest
 
 from jaxserve.config.schema import EngineConfig, ServerConfig
+from jaxserve.model_source.pooling import ModelTask
 from jaxserve.server.app import make_app
 from jaxserve.server.lifecycle import HttpServer
 from jaxserve.server.server_state import LoadedModel, ServerState
 from jaxserve.text.answers.formats import choose_formats
 from jaxserve.text.grammars.checking import GrammarChecker
+from jaxserve.text.tokenizers.tokenizer import Tokenizer
 from tests.server.fake_engine import FakeEngine
 from tests.server.tiny import TEMPLATE, VOCAB_SIZE, TinyTemplate, tiny_tokenizer
 
@@ -41,17 +43,23 @@ class ServerUnderTest:
 
 
 def make_state(
-    template: str | None = TEMPLATE, *, engine: dict[str, Any] | None = None, **config: Any
+    template: str | None = TEMPLATE,
+    *,
+    engine: dict[str, Any] | None = None,
+    task: ModelTask | None = None,
+    tokenizer: Tokenizer | None = None,
+    **config: Any,
 ) -> tuple[ServerState, FakeEngine]:
     """Return the state of a ready server, and its fake engine."""
     state = ServerState(ServerConfig(**{"served_model_name": MODEL} | config), EngineConfig())
     fake = FakeEngine(VOCAB_SIZE, **(engine or {}))
-    tokenizer = tiny_tokenizer(template)
+    tokenizer = tokenizer or tiny_tokenizer(template)
     formats = choose_formats(
         template or "", calls=state.config.tool_call_parser, reasoning=state.config.reasoning_parser
     )
     rendering = TinyTemplate(tokenizer, formats.calls.name)
-    state.set_loaded(LoadedModel(fake, tokenizer, rendering, template or "", GrammarChecker(tokenizer), formats))
+    grammars, task = GrammarChecker(tokenizer), task or ModelTask()
+    state.set_loaded(LoadedModel(fake, tokenizer, rendering, template or "", grammars, formats, task))
     return state, fake
 
 

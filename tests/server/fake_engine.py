@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import os
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
 import msgspec
+import numpy as np
 
 from jaxserve.api_types import (
     EngineInfo,
@@ -45,6 +47,13 @@ def logprobs_of(token: int, count: int) -> TokenLogprobs:
     return TokenLogprobs(token, -token / 100, alternatives, values)
 
 
+def vector_of(ids: Sequence[int]) -> np.ndarray:
+    """Return the vector of a pooled request, which depends on all its ids and their order."""
+    return np.asarray(
+        [math.sin(sum((at + number) * token for at, token in enumerate(ids, 1))) for number in range(4)], np.float32
+    )
+
+
 class _RunningRequest:
     def __init__(self, request: EngineRequest, tokens: Iterable[int], cached_tokens: int) -> None:
         self.request = request
@@ -56,7 +65,8 @@ class _RunningRequest:
 
 
 class FakeEngine:
-    """A fake engine. `rule` gives the tokens of a request; if `refuse` returns a reason, the request fails with it.
+    """A fake engine. `rule` gives the tokens of a request, `vector` the vector of a pooled one; if `refuse` returns a
+    reason, the request fails with it.
 
     Each request finds `cached_tokens`, or with None what the real prefix cache has of requests that ended before.
     """
@@ -71,6 +81,7 @@ class FakeEngine:
         cached_tokens: int | None = 0,
         schedule_policy: str = "fcfs",
         tokens_per_step: int = 1,
+        vector: Callable[[Sequence[int]], np.ndarray] = vector_of,
     ) -> None:
         self.info = EngineInfo(
             max_model_len=max_model_len,
@@ -97,6 +108,7 @@ class FakeEngine:
         self.profiling = Profiling()
         self._rule = rule
         self._refuse = refuse
+        self._vector = vector
         self._cached_tokens = cached_tokens
         self._pool = PagePool(4096, self.info.page_size)
         self._cache = RadixCache(self._pool)
@@ -125,7 +137,7 @@ class FakeEngine:
         running = _RunningRequest(request, self._rule(request), cached)
         self.submitted.append(request)
         reason = self._refuse(request)
-        if len(request.prompt_ids) >= self.info.max_model_len:
+        if len(request.prompt_ids) >= self.info.max_model_len + request.pooled:
             reason = "the prompt leaves no room for output, as the real engine says"
         if reason is not None:
             running.events.put_nowait(TokenEvent(request.request_id, [], FinishReason.ERROR, error=reason))
@@ -220,6 +232,9 @@ class FakeEngine:
 
     def _advance(self, running: _RunningRequest) -> None:
         request, sampling = running.request, running.request.sampling
+        if request.pooled:
+            self._pool_vector(running)
+            return
         tokens: list[int] = []
         reason: FinishReason | None = FinishReason.LENGTH if sampling.max_tokens == 0 else None
         while len(tokens) < self._tokens_per_step and reason is None:
@@ -251,6 +266,23 @@ class FakeEngine:
                 else [logprobs_of(token, sampling.logprobs) for token in tokens],
                 prompt_logprobs=self._prompt_logprobs(request) if first else None,
                 queue_seconds=0.25 if first else None,
+            )
+        )
+
+    def _pool_vector(self, running: _RunningRequest) -> None:
+        """End a pooled request with its vector."""
+        request = running.request
+        del self._running[request.request_id]
+        num_tokens = self.stats.prompt_tokens + len(request.prompt_ids)
+        self.stats = msgspec.structs.replace(self.stats, prompt_tokens=num_tokens)
+        running.events.put_nowait(
+            TokenEvent(
+                request.request_id,
+                [],
+                FinishReason.STOP,
+                usage=Usage(len(request.prompt_ids), 0, running.cached_tokens),
+                queue_seconds=0.25,
+                pooled=self._vector(request.prompt_ids).tobytes(),
             )
         )
 

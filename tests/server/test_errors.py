@@ -8,13 +8,14 @@ import pytest
 
 from jaxserve.errors import (
     QUEUE_LIMITS,
+    ContextLengthError,
     EngineDeadError,
     EngineUnresponsiveError,
     InvalidRequestError,
     QueueFullError,
     RequestFailedError,
 )
-from jaxserve.server.errors import ContextLengthError, UnavailableError, request_error, to_http_error
+from jaxserve.server.errors import UnavailableError, request_error, to_http_error
 from tests.server.conftest import ServerUnderTest, over_asgi, over_socket
 from tests.server.fake_engine import QUEUE_FULL
 from tests.server.tiny import VOCAB_SIZE

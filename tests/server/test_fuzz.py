@@ -11,9 +11,18 @@ from hypothesis import given, settings
 
 from jaxserve.server.anthropic.protocol import MessagesRequest
 from jaxserve.server.openai.protocol import ChatRequest, CompletionRequest
+from jaxserve.server.pooling.protocol import (
+    ClassifyRequest,
+    EmbeddingRequest,
+    EncodeRequest,
+    PoolingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
 from jaxserve.server.responses_api.protocol import ResponsesRequest
 from tests.selection import examples
 from tests.server.conftest import over_asgi
+from tests.server.pooling.tasks import POOLED, task_of
 
 JSON = st.recursive(
     st.none()
@@ -54,6 +63,12 @@ SENSIBLE: dict[str, st.SearchStrategy[Any]] = {
     "messages": st.lists(MESSAGE | BLOCKS, max_size=3),
     "input": st.text(max_size=20) | st.lists(ITEM, max_size=4),
     "include": st.lists(st.sampled_from(["reasoning.encrypted_content", "message.output_text.logprobs"]), max_size=2),
+    **{name: st.text(max_size=8) | st.lists(st.text(max_size=8), max_size=4) for name in ("text", "text_1", "text_2")},
+    "query": st.text(max_size=8),
+    "documents": st.lists(
+        st.text(max_size=8) | st.fixed_dictionaries({"text": st.text(max_size=8) | JSON}), max_size=4
+    ),
+    "truncate_prompt_tokens": st.integers(-2, 70),
     "max_tokens": st.integers(0, 9),
     "max_output_tokens": st.integers(0, 9),
     "stream": st.booleans(),
@@ -83,13 +98,19 @@ REQUESTS = st.one_of(
         ("/v1/chat/completions", ChatRequest, "messages"),
         ("/v1/messages", MessagesRequest, "messages", "max_tokens"),
         ("/v1/responses", ResponsesRequest, "input"),
+        ("/v1/embeddings", EmbeddingRequest, "input"),
+        ("/v1/rerank", RerankRequest, "query", "documents"),
+        ("/v1/score", ScoreRequest, "text_1", "text_2"),
+        ("/classify", ClassifyRequest, "input"),
+        ("/pooling", PoolingRequest, "input"),
+        ("/encode", EncodeRequest, "text"),
     )
 )
 
 
 def check(path: str, body: bytes) -> None:
     async def run() -> None:
-        async with over_asgi(engine={"max_model_len": 64}) as server:
+        async with over_asgi(engine={"max_model_len": 64}, task=task_of(path)) as server:
             response = await server.http.post(path, content=body)
             assert response.status_code in (200, 400, 404), response.text
             if response.status_code != 200:
@@ -123,6 +144,7 @@ def test_any_values_in_any_fields(request_: tuple[str, dict[str, Any]]):
             "/v1/responses/input_tokens",
             "/v1/messages",
             "/v1/messages/count_tokens",
+            *POOLED,
             "/tokenize",
             "/detokenize",
             "/abort_request",

@@ -40,31 +40,44 @@ async def health(state: ServerState, exchange: HttpExchange) -> None:
 
 
 async def health_generate(state: ServerState, exchange: HttpExchange) -> None:
-    """Answer 200 once the engine has generated a token: for this request or, if this one has to wait, for another."""
+    """Answer 200 once the engine has generated a token: for this request or, if this one has to wait, for another. A
+    model that generates nothing computes a prompt instead."""
     loaded = state.require_loaded()
-    before = loaded.engine.stats.generation_tokens
+    before = _num_computed(loaded)
     try:
         async with asyncio.timeout(_GENERATE_TIMEOUT):
-            await _generate_one_token(loaded)
+            await _compute_one(loaded)
     except TimeoutError as error:
-        if loaded.engine.stats.generation_tokens == before:
-            raise UnavailableError(f"The engine has generated no token within {_GENERATE_TIMEOUT:g} s") from error
+        if _num_computed(loaded) == before:
+            what = "generated no token" if loaded.task.generates else "computed no prompt"
+            raise UnavailableError(f"The engine has {what} within {_GENERATE_TIMEOUT:g} s") from error
     await exchange.respond({"status": "ok"})
 
 
-async def _generate_one_token(loaded: LoadedModel) -> None:
-    """Return when the engine has generated a token for this request or another one."""
+def _num_computed(loaded: LoadedModel) -> int:
+    """Return how many tokens the engine has generated or, for a model that generates none, computed of prompts."""
+    stats = loaded.engine.stats
+    return stats.generation_tokens if loaded.task.generates else stats.prompt_tokens
+
+
+async def _compute_one(loaded: LoadedModel) -> None:
+    """Return when the engine has generated a token, or computed a prompt, for this request or another one."""
     name = f"health-{uuid.uuid4().hex}"
-    prompt = [loaded.tokenizer.bos_id or 0]
-    sampling = SamplingParams(max_tokens=1, temperature=0.0)
-    request = EngineRequest(request_id=name, group_id=name, prompt_ids=prompt, sampling=sampling)
-    before = loaded.engine.stats.generation_tokens
+    pools = not loaded.task.generates
+    request = EngineRequest(
+        request_id=name,
+        group_id=name,
+        prompt_ids=[loaded.tokenizer.bos_id or 0],
+        sampling=SamplingParams(max_tokens=0 if pools else 1, temperature=0.0),
+        pooled=pools,
+    )
+    before = _num_computed(loaded)
     try:
         async for event in loaded.engine.submit(request):
             if event.finish_reason is FinishReason.ERROR:
                 raise request_error(event.error or "", engine_dead=loaded.engine.on_death.done())
     except QueueFullError:
-        while loaded.engine.stats.generation_tokens == before:
+        while _num_computed(loaded) == before:
             await asyncio.sleep(_POLL_SECONDS)
     finally:
         loaded.engine.abort([name])
@@ -110,7 +123,7 @@ async def server_info(state: ServerState, exchange: HttpExchange) -> None:
         **_paths(state),
         "served_model_name": state.model_name,
         "weight_version": "default",
-        "is_embedding": False,
+        "is_embedding": not _generates(state),
         "disaggregation_mode": "null",
         "tp_size": divided.tensor,
         "dp_size": divided.data * divided.replicas,
@@ -151,8 +164,18 @@ async def server_info(state: ServerState, exchange: HttpExchange) -> None:
 async def model_info(state: ServerState, exchange: HttpExchange) -> None:
     """Answer with facts about the served model, under SGLang's keys."""
     understands = {"has_image_understanding": False, "has_audio_understanding": False}
-    own = {"is_generation": True, "preferred_sampling_params": None, "weight_version": "default", **understands}
+    own = {
+        "is_generation": _generates(state),
+        "preferred_sampling_params": None,
+        "weight_version": "default",
+        **understands,
+    }
     await exchange.respond({**_paths(state), "served_model_name": state.model_name, **own})
+
+
+def _generates(state: ServerState) -> bool:
+    """Return whether the model generates text; before it is loaded, whether that was asked for or is likely."""
+    return state.engine_config.runner != "pooling" if state.loaded is None else state.loaded.task.generates
 
 
 def _paths(state: ServerState) -> dict[str, str]:

@@ -64,6 +64,8 @@ class _ModelLimits:
                 return {"enum": [0]}
             case "prompt_ids":
                 return {"minItems": 1, "maxItems": length - 1}
+            case "pooled_ids":
+                return {"minItems": 1}
             case "stop_ids":
                 return {"maxItems": MAX_STOP_IDS - self._num_eos_ids}
             case "token_count":

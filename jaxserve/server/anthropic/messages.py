@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxserve.errors import InvalidRequestError
+from jaxserve.errors import ContextLengthError, InvalidRequestError
 from jaxserve.server.anthropic.conversation import conversation
 from jaxserve.server.anthropic.events import MessageShape
 from jaxserve.server.anthropic.protocol import CountTokensRequest, MessagesRequest
 from jaxserve.server.anthropic.responses import TokenCount
-from jaxserve.server.errors import ContextLengthError, HttpError
+from jaxserve.server.errors import HttpError
 from jaxserve.server.generation.conversation import Conversation, count_prompt, prepare_answer
 from jaxserve.server.generation.engine_requests import engine_requests
 from jaxserve.server.generation.message_list import template_abilities
@@ -17,6 +17,7 @@ from jaxserve.server.generation.responder import respond
 from jaxserve.server.generation.sampling_fields import sampling_params
 from jaxserve.server.http.exchange import HttpExchange
 from jaxserve.server.http.fields import refuse_unsupported_fields
+from jaxserve.server.model_tasks import require_generating
 from jaxserve.server.server_state import LoadedModel, ServerState
 
 
@@ -36,7 +37,7 @@ class ThreadUnsupportedError(HttpError):
 
 async def messages(state: ServerState, exchange: HttpExchange, request: MessagesRequest) -> None:
     """Answer one request."""
-    loaded = state.require_loaded()
+    loaded = require_generating(state)
     asked = await _conversation(state, loaded, request)
     longest = loaded.engine.info.max_model_len
     try:

@@ -22,10 +22,11 @@ from jaxserve.server.generation.message_fields import (
     MessageCall,
     MessageFields,
 )
-from jaxserve.server.generation.prompts import LONG, TextEncoder, run_off_event_loop
+from jaxserve.server.generation.prompts import LONG, run_off_event_loop
 from jaxserve.server.generation.tools import INPUT
 from jaxserve.server.http.decoding import validation_error
 from jaxserve.server.server_state import LoadedModel, ServerState
+from jaxserve.text.tokenizers.tokenizer import TextEncoder
 
 RESERVED_ARGUMENTS = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
 THINKING_SWITCHES = ("enable_thinking", "thinking")

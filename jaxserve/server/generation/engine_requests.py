@@ -1,12 +1,14 @@
-"""Makes the engine's requests, with the grammars that their outputs must match. Never submits anything."""
+"""Makes the engine's requests and their ids, with the grammars that outputs must match. Never submits anything."""
 
 from __future__ import annotations
 
 import asyncio
 import uuid
+from collections import Counter
 from collections.abc import Callable
 
 from jaxserve.api_types import EngineRequest, SamplingParams, StructuredOutputs, ThinkingBudget
+from jaxserve.errors import InvalidRequestError
 from jaxserve.server.server_state import LoadedModel, ServerState
 from jaxserve.text.grammars.formats import grammar_of
 from jaxserve.text.requests import sample_requests
@@ -60,3 +62,20 @@ def engine_requests(
             thinking=thinking,
         )
     ]
+
+
+def prompt_rids(rid: str | list[str] | None, num_prompts: int) -> list[str]:
+    """Return the id that SGLang's field `rid` gives each prompt, if it is a list. Raises `InvalidRequestError`."""
+    if not isinstance(rid, list):
+        return []
+    if len(rid) != num_prompts:
+        raise InvalidRequestError(f"rid has {len(rid)} ids for {num_prompts} prompts", param="rid")
+    [(name, count)] = Counter(rid).most_common(1)
+    if count > 1:
+        raise InvalidRequestError(f"rid has {name!r} {count} times: each prompt needs its own id", param="rid")
+    return rid
+
+
+def numbered(name: str, count: int) -> list[str]:
+    """Return the ids of `count` outputs, as SGLang numbers them."""
+    return [name] if count == 1 else [f"{name}_{index}" for index in range(count)]

@@ -8,39 +8,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from jaxserve import host
 from jaxserve.api_types import EngineInfo
-from jaxserve.errors import InvalidRequestError
-from jaxserve.server.errors import ContextLengthError
+from jaxserve.errors import ContextLengthError, InvalidRequestError
 from jaxserve.server.http.fields import MAX_SEQUENCES
 from jaxserve.server.server_state import LoadedModel, ServerState
 from jaxserve.text.requests import check_ids
+from jaxserve.text.tokenizers.tokenizer import TextEncoder
 
 # Work on up to this many characters or ids runs on the event loop: a thread would cost more.
 _SHORT = 4096
 LONG = _SHORT + 1
 # Work on more than this runs one at a time; its memory (a few hundred times as much) is returned to the system.
 _LARGE = 1 << 18
-
-
-class TextEncoder(Protocol):
-    """Encodes texts: a tokenizer, or its escaped marks."""
-
-    def min_num_tokens(self, text: str) -> int:
-        """Return the smallest number of tokens that `text` can have; 0 if there is no bound."""
-        ...
-
-    def encode_batch(
-        self,
-        texts: Sequence[str],
-        *,
-        add_special_tokens: bool = True,
-        check_count: Callable[[int], None] | None = None,
-    ) -> list[list[int]]:
-        """Return the ids of each text; see `Tokenizer.encode_batch`."""
-        ...
 
 
 async def encode_texts(
@@ -102,7 +83,7 @@ async def read_prompts(
 
     `n` is the number of samples of each. Raises `InvalidRequestError`.
     """
-    texts, ids = _split_prompts(prompts, n, loaded.engine.info, param=param)
+    texts, ids = split_prompts(prompts, n, param=param)
     if texts:
         ids = await encode_texts(state, loaded, texts, add_special_tokens=add_special_tokens, param=param)
     for prompt in ids:
@@ -110,8 +91,8 @@ async def read_prompts(
     return texts, ids
 
 
-def _split_prompts(
-    prompts: str | Sequence[str | int | list[int]], n: int | None, info: EngineInfo, *, param: str
+def split_prompts(
+    prompts: str | Sequence[str | int | list[int]], n: int | None, *, param: str
 ) -> tuple[list[str], list[list[int]]]:
     """Return one or several prompts as texts or as ids; the other list is empty. Checks their number before the items.
 
@@ -121,9 +102,7 @@ def _split_prompts(
         return [prompts], []
     if not prompts:
         raise InvalidRequestError(f"{param} is an empty list; send at least one prompt", param=param)
-    if isinstance(prompts[0], int):
-        check_context_length(len(prompts), info, param=param)
-    elif (total := len(prompts) * (n or 1)) > MAX_SEQUENCES:
+    if not isinstance(prompts[0], int) and (total := len(prompts) * (n or 1)) > MAX_SEQUENCES:
         raise InvalidRequestError(
             f"{len(prompts)} prompts with n={n or 1} make {total} sequences; "
             f"a request may have at most {MAX_SEQUENCES}: split it into several requests",

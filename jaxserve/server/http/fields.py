@@ -26,6 +26,7 @@ EXPLICIT_SCHEMA, LOAD_BOUND = "x-explicit-schema", "x-bound-at-load"
 type LoadBound = Literal[
     "documents",
     "model",
+    "pooled_ids",
     "priority",
     "prompt_ids",
     "reasoning_effort",
@@ -104,11 +105,9 @@ _Bias = Annotated[float, Meta(extra_json_schema={"minimum": -100, "maximum": 100
 LogitBias = Annotated[dict[_Key, _Bias], Meta(extra_json_schema={"maxProperties": MAX_LOGIT_BIAS})]
 
 
-PROMPT_IDS = {
-    "type": "array",
-    "items": {"type": "integer", "minimum": 0, **bound_at_load("token_id")},
-    **bound_at_load("prompt_ids"),
-}
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0, **bound_at_load("token_id")}}
+PROMPT_IDS = {**_IDS, **bound_at_load("prompt_ids")}
+POOLED_IDS = {**_IDS, **bound_at_load("pooled_ids")}
 PROMPT_TEXT = {"type": "string", "minLength": 1}
 
 

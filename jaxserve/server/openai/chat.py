@@ -16,6 +16,7 @@ from jaxserve.server.generation.responder import ResponseChoice, TotalUsage, res
 from jaxserve.server.generation.structured_fields import structured_outputs
 from jaxserve.server.generation.token_logprobs import token_logprobs
 from jaxserve.server.http.exchange import HttpExchange
+from jaxserve.server.model_tasks import require_generating
 from jaxserve.server.openai.chunks import OpenAIShape
 from jaxserve.server.openai.protocol import ChatRequest
 from jaxserve.server.openai.responses import (
@@ -41,7 +42,7 @@ from jaxserve.text.output import OutputDelta
 
 async def chat_completions(state: ServerState, exchange: HttpExchange, request: ChatRequest) -> None:
     """Answer one request."""
-    loaded = state.require_loaded()
+    loaded = require_generating(state)
     requests, plan = await prepare(state, loaded, exchange, request)
     response_id = request.response_id("chatcmpl", exchange.request_id)
     shape = _ChatShape(state, loaded, request, plan, response_id, len(requests))

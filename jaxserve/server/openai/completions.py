@@ -14,6 +14,7 @@ from jaxserve.server.generation.prompts import max_output_tokens, read_prompts, 
 from jaxserve.server.generation.responder import ResponseChoice, TotalUsage, respond
 from jaxserve.server.generation.structured_fields import structured_outputs
 from jaxserve.server.http.exchange import HttpExchange
+from jaxserve.server.model_tasks import require_generating
 from jaxserve.server.openai.chunks import OpenAIShape
 from jaxserve.server.openai.logprobs import completion_logprobs, extend, prompt_logprobs, prompt_offsets
 from jaxserve.server.openai.protocol import CompletionRequest
@@ -26,7 +27,7 @@ DEFAULT_MAX_TOKENS = 16
 
 async def completions(state: ServerState, exchange: HttpExchange, request: CompletionRequest) -> None:
     """Answer one request."""
-    loaded = state.require_loaded()
+    loaded = require_generating(state)
     requests, echoed = await prepare(state, loaded, exchange, request)
     response_id = request.response_id("cmpl", exchange.request_id)
     shape = _CompletionShape(state, loaded, request, response_id, len(requests), echoed)

@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 
 from jaxserve.api_types import SamplingParams
-from jaxserve.errors import InvalidRequestError
-from jaxserve.server.errors import ContextLengthError, HttpError
+from jaxserve.errors import ContextLengthError, InvalidRequestError
+from jaxserve.server.errors import HttpError
 from jaxserve.server.generation.conversation import Conversation, PreparedAnswer, count_prompt, prepare_answer
 from jaxserve.server.generation.engine_requests import engine_requests
 from jaxserve.server.generation.message_list import template_abilities
@@ -23,6 +23,7 @@ from jaxserve.server.generation.responder import respond
 from jaxserve.server.generation.sampling_fields import sampling_params
 from jaxserve.server.http.exchange import HttpExchange
 from jaxserve.server.http.fields import refuse_unsupported_fields
+from jaxserve.server.model_tasks import require_generating
 from jaxserve.server.response_store import StoredItem
 from jaxserve.server.responses_api.bodies import (
     InputTokenCount,
@@ -59,7 +60,7 @@ class _ReadRequest:
 
 async def create_response(state: ServerState, exchange: HttpExchange, request: ResponsesRequest) -> None:
     """Answer one request."""
-    loaded = state.require_loaded()
+    loaded = require_generating(state)
     asked = await _read(state, loaded, request)
     answer = await _prepare(state, loaded, request, asked.conversation)
     info, wanted = loaded.engine.info, request.max_output_tokens

@@ -5,7 +5,6 @@ Owns the shape of its outputs. The response to a list of prompts, or to `n` abov
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,11 +14,12 @@ import msgspec
 from jaxserve.api_types import FinishReason, SamplingParams, TokenLogprobs
 from jaxserve.errors import InvalidRequestError
 from jaxserve.server.generation.answers import AnswerPart
-from jaxserve.server.generation.engine_requests import compile_grammar, engine_requests
+from jaxserve.server.generation.engine_requests import compile_grammar, engine_requests, numbered, prompt_rids
 from jaxserve.server.generation.prompts import max_output_tokens, read_prompts
 from jaxserve.server.generation.responder import LOGPROB_FLOOR, ResponseChoice, ResponseShape, TotalUsage, respond
 from jaxserve.server.generation.structured_fields import structured_outputs
 from jaxserve.server.http.exchange import HttpExchange
+from jaxserve.server.model_tasks import require_generating
 from jaxserve.server.server_state import LoadedModel, ServerState
 from jaxserve.server.sglang.generate_protocol import GenerateOutput, GenerateRequest, GenerateSampling, MetaInfo
 from jaxserve.text.output import OutputDelta
@@ -30,7 +30,7 @@ DEFAULT_MAX_TOKENS = 128
 
 async def generate(state: ServerState, exchange: HttpExchange, request: GenerateRequest) -> None:
     """Answer one request."""
-    loaded = state.require_loaded()
+    loaded = require_generating(state)
     request.check_supported()
     prompts, param, is_list = await _prompts(state, loaded, request)
     if isinstance(request.sampling_params, list) and len(request.sampling_params) != len(prompts):
@@ -51,7 +51,7 @@ async def generate(state: ServerState, exchange: HttpExchange, request: Generate
     }
     of_prompts = [grammars[where] for where, _ in sampling_params]
     response_id = request.rid if isinstance(request.rid, str) else exchange.request_id
-    prompt_rids = _prompt_rids(request, len(prompts))
+    rids = prompt_rids(request.rid, len(prompts))
     requests = engine_requests(
         loaded,
         response_id,
@@ -62,30 +62,13 @@ async def generate(state: ServerState, exchange: HttpExchange, request: Generate
         cache_salt=request.cache_salt,
     )
     n = len(requests) // len(prompts)
-    ids = [name for rid in prompt_rids for name in _numbered(rid, n)] or _numbered(response_id, len(requests))
+    ids = [name for rid in rids for name in numbered(rid, n)] or numbered(response_id, len(requests))
     parts: dict[str, tuple[int, ...]] = {name: (index,) for index, name in enumerate(ids)}
-    parts |= {rid: tuple(range(number * n, number * n + n)) for number, rid in enumerate(prompt_rids)}
+    parts |= {rid: tuple(range(number * n, number * n + n)) for number, rid in enumerate(rids)}
     shape = _GenerateShape(loaded.tokenizer, request, ids, is_list or len(ids) > 1, exchange.arrival)
     await respond(
         state, loaded, exchange, requests, shape, stream=bool(request.stream), ids=(response_id,), parts=parts
     )
-
-
-def _prompt_rids(request: GenerateRequest, num_prompts: int) -> list[str]:
-    """Return the id of each prompt, if the request has a list of them. Raises `InvalidRequestError`."""
-    if not isinstance(request.rid, list):
-        return []
-    if len(request.rid) != num_prompts:
-        raise InvalidRequestError(f"rid has {len(request.rid)} ids for {num_prompts} prompts", param="rid")
-    [(rid, count)] = Counter(request.rid).most_common(1)
-    if count > 1:
-        raise InvalidRequestError(f"rid has {rid!r} {count} times: each prompt needs its own id", param="rid")
-    return request.rid
-
-
-def _numbered(name: str, count: int) -> list[str]:
-    """Return the ids of `count` outputs, as SGLang numbers them."""
-    return [name] if count == 1 else [f"{name}_{index}" for index in range(count)]
 
 
 async def _prompts(

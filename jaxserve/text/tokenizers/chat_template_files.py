@@ -11,6 +11,9 @@ from jaxserve.model_source.fields import Fields, read_json
 
 DEFAULT = "default"
 """The name of the template that is used unless another is chosen."""
+QWEN3_RERANKER = "qwen3_reranker"
+"""The name of Qwen3-Reranker's prompt, in `PooledTask.pair_template` and for `--chat-template`: a form of pairs, beside
+which conversations have the model's own template."""
 
 
 def chat_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
@@ -36,7 +39,7 @@ def default_chat_template(templates: Mapping[str, str]) -> str | None:
 def choose_chat_template(wanted: str | None, templates: Mapping[str, str]) -> str | None:
     """Return the source of the template that `--chat-template` means: the name of one of the model's, or a file; by
     default the model's default. Raises `ConfigError` if there is no such template, or it can't be read."""
-    if wanted is None:
+    if wanted in (None, QWEN3_RERANKER):
         return default_chat_template(templates)
     if wanted in templates:
         return templates[wanted]

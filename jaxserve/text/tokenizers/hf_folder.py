@@ -128,8 +128,10 @@ def _apply_bos_eos(backend: tokenizers.Tokenizer, config: dict[str, Any], specia
         changed |= wanted != added_now
         texts[end] = text if wanted else None
     if changed:
+        single, second = ([text for text in (texts["bos"], name, texts["eos"]) if text] for name in ("$A", "$B"))
         backend.post_processor = TemplateProcessing(
-            single=[text for text in (texts["bos"], "$A", texts["eos"]) if text],
+            single=single,
+            pair=[*single, *second],
             special_tokens=[(text, backend.token_to_id(text)) for text in dict.fromkeys(texts.values()) if text],
         )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 from jaxserve.errors import ConfigError, InvalidRequestError
 from jaxserve.model_source import ModelSource
@@ -30,6 +31,24 @@ def load_tokenizer(source: ModelSource) -> Tokenizer:
     from jaxserve.text.tokenizers.hf_folder import tokenizer_from_folder
 
     return Tokenizer(tokenizer_from_folder(source.path))
+
+
+class TextEncoder(Protocol):
+    """Encodes texts: a tokenizer, or its escaped marks."""
+
+    def min_num_tokens(self, text: str) -> int:
+        """Return the smallest number of tokens that `text` can have; 0 if there is no bound."""
+        ...
+
+    def encode_batch(
+        self,
+        texts: Sequence[str],
+        *,
+        add_special_tokens: bool = True,
+        check_count: Callable[[int], None] | None = None,
+    ) -> list[list[int]]:
+        """Return the ids of each text; see `Tokenizer.encode_batch`."""
+        ...
 
 
 class Tokenizer:
@@ -96,6 +115,21 @@ class Tokenizer:
                 encodings.clear()  # the error's traceback keeps this frame alive
                 raise
         return [encoding.ids for encoding in encodings]
+
+    def special_tokens_around(self, num_texts: int) -> list[list[int]]:
+        """Return the special tokens that are added before one text, or before each of two that are encoded as a pair,
+        and last those after them. Raises `ConfigError` for another form."""
+        encoding = self._backend.encode("a") if num_texts == 1 else self._backend.encode("a", "a")
+        around, texts = [list[int]()], list[int]()
+        for token_id, number in zip(encoding.ids, encoding.sequence_ids):
+            if number is None:
+                around[-1].append(token_id)
+            elif number not in texts[-1:]:
+                around.append([])
+                texts.append(number)
+        if texts != list(range(num_texts)):
+            raise ConfigError("the tokenizer's post-processor doesn't write each text once, in their order")
+        return around
 
     def text_offsets(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return where in `text` each token of `encode(text)` begins, in non-decreasing order. An added special token

@@ -12,6 +12,7 @@ from jaxserve.server.admin.schemas import _number_pattern
 from jaxserve.server.app import make_app
 from jaxserve.server.server_state import ServerState
 from tests.server.conftest import ServerUnderTest, make_state, over_asgi
+from tests.server.pooling.tasks import POOLED, task_of
 
 
 @pytest.fixture
@@ -101,6 +102,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/responses": {"input": "a", "max_output_tokens": 4},
     "/v1/responses/input_tokens": {"input": "a"},
     "/generate": {"text": "a", "return_logprob": True},
+    **POOLED,
     "/tokenize": {"messages": [{"role": "user", "content": "a"}]},
     "/detokenize": {"tokens": [1]},
     "/abort_request": {"rid": "nobody"},
@@ -126,6 +128,15 @@ CONDITIONAL_FIELDS = {
     "/generate": {"text", "input_ids", "sampling_params", "rid", *FORMS},
     "/tokenize": {"messages", "prompt", "tools", "tool_choice"},
 }  # fmt: skip
+_TEXT_FIELDS = {
+    "input", "messages", "dimensions", "prompt_name", "truncate_prompt_tokens", "add_generation_prompt",
+    "continue_final_message", "chat_template_kwargs", "escape_marks", "task",
+}  # fmt: skip
+for _path in POOLED:
+    CONDITIONAL_FIELDS[_path] = {
+        *_TEXT_FIELDS, "text_1", "text_2", "data_1", "data_2", "queries", "documents", "items",
+        "instruction", "instruct", "rank_fields", "text", "input_ids", "rid",
+    }  # fmt: skip
 for _path in ("/v1/completions", "/v1/chat/completions"):
     BODIES[f"{_path}/render"] = BODIES[_path]
     CONDITIONAL_FIELDS[f"{_path}/render"] = CONDITIONAL_FIELDS[_path]
@@ -170,7 +181,7 @@ def boundary_values(schema: dict[str, Any]) -> tuple[list[Any], list[Any]]:
 
 @pytest.mark.parametrize("path", BODIES)
 async def test_the_document_is_as_strict_as_the_server(path: str):
-    async with over_asgi(engine={"max_model_len": 48}) as server:
+    async with over_asgi(engine={"max_model_len": 48}, task=task_of(path)) as server:
         document = (await server.http.get("/openapi.json")).json()
         reference = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
         schemas = document["components"]["schemas"]

@@ -16,6 +16,7 @@ from jaxserve.server.generation.inert_fields import InertFields, InertToolFields
 from jaxserve.server.http.fields import _unsupported_fields
 from tests.server.conftest import ServerUnderTest, over_asgi
 from tests.server.openai.test_chat import HELLO
+from tests.server.pooling.tasks import POOLED, task_of
 
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
 BODIES: dict[str, dict[str, Any]] = {
@@ -24,6 +25,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/generate": {"text": "a", "sampling_params": {"max_new_tokens": 1}},
     MESSAGES: {"messages": HELLO, "max_tokens": 1},
     RESPONSES: {"input": "a", "max_output_tokens": 1},
+    **POOLED,
 }
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
@@ -209,7 +211,7 @@ def test_the_tables_have_every_field():
 @pytest.mark.parametrize("path", BODIES)
 async def test_what_asks_for_nothing_changes_nothing(path: str):
     fields = HARMLESS | OF_ROUTES.get(path, {})
-    async with over_asgi(engine={"max_model_len": 4096}) as server:
+    async with over_asgi(engine={"max_model_len": 4096}, task=task_of(path)) as server:
         plain = await prompt_of(server, path)
         for name, values in fields.items():
             for value in (None, *values) if name != "system" else values:
@@ -218,16 +220,17 @@ async def test_what_asks_for_nothing_changes_nothing(path: str):
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_what_asks_for_something_is_refused_with_advice(server: ServerUnderTest, path: str):
+async def test_what_asks_for_something_is_refused_with_advice(path: str):
     [kind] = [item.body for item, _ in _POSTS if item.path == path]
     # Where a field means something, the route has it with another type.
     fields = {name: one for name, one in HARMFUL.items() if name in refusable(kind)} | HARMFUL_OF_ROUTES.get(path, {})
     assert len(fields) > len(HARMFUL) // 2
-    for name, (value, advice) in fields.items():
-        message = await refusal(server, path, **{name: value})
-        assert message.startswith(f"{name} is not supported"), message
-        assert advice in message
-    assert not server.engine.submitted
+    async with over_asgi(task=task_of(path)) as server:
+        for name, (value, advice) in fields.items():
+            message = await refusal(server, path, **{name: value})
+            assert message.startswith(f"{name} is not supported"), message
+            assert advice in message
+        assert not server.engine.submitted
 
 
 @pytest.mark.parametrize("include", [True, False])

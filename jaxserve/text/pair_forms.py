@@ -1,0 +1,128 @@
+"""Makes one text of a query and a document, in the form that a reranker was trained on, and its ids.
+
+The forms are the tokenizer's own of pairs, the prompt of Qwen3-Reranker, and a chat template that knows messages of the
+roles query and document. Only the document is ever truncated. What texts spell never becomes a special token, but for
+texts that a client has written in the model's form itself.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from jaxserve.errors import InvalidRequestError
+from jaxserve.model_source.pooling import PooledTask
+from jaxserve.text.pooled_texts import TextLimits
+from jaxserve.text.tokenizers.chat_template_files import QWEN3_RERANKER
+from jaxserve.text.tokenizers.escaped_marks import EscapedMarks
+from jaxserve.text.tokenizers.tokenizer import Tokenizer
+
+PairForm = Literal["tokenizer", "qwen3_reranker", "template"]
+
+# The prompt of the model card.
+_BEFORE = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
+    'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+)
+_AFTER = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+# A template that has both roles as vLLM names them, or this mark of SGLang's template, renders pairs.
+_ROLES = (re.compile("""["']query["']"""), re.compile("""["']document["']"""))
+_MARK = "<Document>"
+
+
+class WrittenPair(NamedTuple):
+    """A pair as one text, and the same without its document. If `spells`, special tokens are read wherever they are
+    spelled; else the texts have escaped marks."""
+
+    text: str
+    without: str
+    spells: bool = False
+
+
+def choose_form(task: PooledTask, chat_template: str | None, source: str) -> PairForm:
+    """Return the form of pairs, from the setting `chat_template` and the source of the chat template."""
+    if chat_template == QWEN3_RERANKER:
+        return "qwen3_reranker"
+    if is_pair_template(source):
+        return "template"
+    return "qwen3_reranker" if task.pair_template == QWEN3_RERANKER else "tokenizer"
+
+
+def is_pair_template(source: str) -> bool:
+    """Return whether a chat template renders a query and a document."""
+    return _MARK in source or all(role.search(source) for role in _ROLES)
+
+
+def pair_messages(query: str, document: str) -> list[dict[str, str]]:
+    """Return a pair as the messages that a template renders."""
+    return [{"role": "query", "content": query}, {"role": "document", "content": document}]
+
+
+def qwen3_pair(query: str, document: str, instruction: str | None, marks: EscapedMarks) -> WrittenPair:
+    """Return a pair in the prompt of Qwen3-Reranker. A query that has its beginning already is not written again."""
+    if query.startswith("<|im_start|>"):
+        return WrittenPair(query + document, query + (_AFTER if document.endswith(_AFTER) else ""), spells=True)
+    asked = marks.escape(_INSTRUCTION if instruction is None else instruction)
+    before = f"{_BEFORE}<Instruct>: {asked}\n<Query>: {marks.escape(query)}\n<Document>: "
+    return WrittenPair(before + marks.escape(document) + _AFTER, before + _AFTER)
+
+
+def encode_written_pairs(
+    tokenizer: Tokenizer,
+    marks: EscapedMarks,
+    pairs: Sequence[WrittenPair],
+    around: Sequence[list[int]],
+    limits: TextLimits,
+    names: Sequence[str],
+) -> list[list[int]]:
+    """Return the ids of pairs, between the special tokens `around` them. Errors call the documents by their `names`."""
+    ids: list[list[int]] = []
+    for pair, name in zip(pairs, names, strict=True):
+        encoder = tokenizer if pair.spells else marks
+        limits.check(encoder.min_num_tokens(pair.text), name, at_least=True)
+        [whole] = encoder.encode_batch([pair.text], add_special_tokens=False)
+        before, after = around
+        if whole[: len(before)] == before:  # the template has written it itself
+            before = []
+        if len(before) + len(whole) + len(after) <= limits.longest:
+            ids.append([*before, *whole, *after])
+            continue
+        [fixed] = encoder.encode_batch([pair.without], add_special_tokens=False)
+        start = _num_equal(whole, fixed)
+        end = len(whole) - min(_num_equal(whole[::-1], fixed[::-1]), len(fixed) - start)
+        ids.append(limits.fit(before + whole[:start], whole[start:end], whole[end:] + after, name))
+    return ids
+
+
+def encode_pairs(
+    tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]], limits: TextLimits, names: Sequence[str]
+) -> list[list[int]]:
+    """Return the ids of queries and documents in the tokenizer's own form of pairs. Errors call the documents by their
+    `names`."""
+    first, between, last = tokenizer.special_tokens_around(2)
+    queries = list(dict.fromkeys(query for query, _ in pairs))
+    for (_, document), name in zip(pairs, names, strict=True):
+        limits.check(tokenizer.min_num_tokens(document), name, at_least=True)
+    encoded = dict(zip(queries, tokenizer.encode_batch(queries, add_special_tokens=False), strict=True))
+    documents = tokenizer.encode_batch([document for _, document in pairs], add_special_tokens=False)
+    return [
+        limits.fit([*first, *encoded[query], *between], document, last, name)
+        for (query, _), document, name in zip(pairs, documents, names, strict=True)
+    ]
+
+
+def check_instruction(form: PairForm, instruction: str | None, *, param: str = "instruction") -> None:
+    """Raise `InvalidRequestError` for an instruction that would change nothing."""
+    if instruction is not None and form == "tokenizer":
+        raise InvalidRequestError(
+            f"{param}: this model's form of a query and a document has no place for an instruction; leave it out, or "
+            "write it into the query",
+            param=param,
+        )
+
+
+def _num_equal(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return how many ids at the beginning of two lists are the same."""
+    return next((number for number, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
