@@ -60,7 +60,7 @@ from pallas_kernels.paged_attention import KernelTarget
 from tests.draft_heads import NaiveDrafts, WatchedDrafts, write_target_and_head
 from tests.drafts import ForcedDrafts, draft_any_lengths
 from tests.grammars import follow_in_turn, run_at_random
-from tests.models.forward import cpu_mesh, prompt_logits
+from tests.models.forward import cpu_mesh, prompt_hidden, prompt_logits
 from tests.runtime import plain_sampling
 from tests.selection import grid
 from tests.thinking import is_used_up
@@ -754,6 +754,72 @@ def test_a_head_drafts_from_what_the_model_has_seen(
     # The head may have read a page in the cache with another token after it.
     assert right[1] > 10
     assert right[0] <= cached * right[1] / 10
+
+
+def with_pooled(requests: list[EngineRequest], rng: random.Random) -> list[EngineRequest]:
+    """Return requests of which two of five are pooled."""
+    pooled = {"pooled": True, "grammar": "", "thinking": None, "sampling": SamplingParams(max_tokens=0)}
+    return [msgspec.structs.replace(one, **pooled) if rng.random() < 0.4 else one for one in requests]
+
+
+def check_vector(request: EngineRequest, answer: Answer, method: str, model: dict[str, Any] = FULL) -> None:
+    """A pooled request against the naive recompute."""
+    assert answer.tokens == []
+    if answer.last.finish_reason is FinishReason.ABORT:
+        assert answer.last.pooled is None
+        return
+    assert answer.last.finish_reason is FinishReason.STOP
+    config = parse_model_config(model)
+    hidden = prompt_hidden(LaidOutModel(config), _params(config), request.prompt_ids, LONGEST)
+    expected = hidden[-1] if method == "last" else hidden.mean(axis=0)
+    assert answer.last.pooled is not None
+    assert answer.last.usage is not None
+    assert answer.last.usage.cached_tokens == 0 or method == "last"
+    np.testing.assert_allclose(np.frombuffer(answer.last.pooled, np.float32), expected, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "options"),
+    grid(
+        [
+            ("tiny-pool", "mean", {}),
+            ("groups-write-back", "last", {}),
+            ("latent", "mean", {"runner": "pooling"}),
+            ("hybrid", "last", {}),
+            ("slivers", "mean", {"disable_overlap_schedule": True}),
+            ("write-through", "last", {"pooled_time_share": 0.01}),
+            ("mixture", "mean", {}),
+            ("longrope", "last", {"runner": "pooling"}),
+            ("tiny-pool", "mean", {"speculative_method": "ngram", "num_speculative_tokens": 3}),
+            ("wide", "mean", {}),
+        ],
+        lambda case: case[0] in ("tiny-pool", "groups-write-back") and "speculative_method" not in case[2],
+    ),
+)
+def test_vectors_are_those_of_each_text_alone(build: Build, name: str, method: str, options: dict[str, Any]) -> None:
+    """Pooled requests between chats, or by themselves."""
+    loop, info = build(name, **{"runner": "generate", "convert": "embed", "pooling": method} | options)
+    rng = random.Random(name + method)
+    sequences: list[list[int]] = []
+    requests = []
+    for i in range(60):
+        requests.append(_random_request(rng, i, info.max_model_len, sequences[:5]))
+        sequences.append(requests[-1].prompt_ids)
+    requests = with_pooled(requests, rng)
+    if "runner" in options:
+        requests = [one for one in requests if one.pooled]
+    answers = _run(loop, requests, rng, abort_chance=0.4)
+    assert loop.stats().compiles_after_ready == 0  # the naive recompute compiles
+    for request in requests:
+        if request.pooled:
+            check_vector(request, answers[request.request_id], method, _model(name))
+        else:
+            _check(request, answers[request.request_id], info.max_model_len, _model(name))
+    aborted = [one for one in requests if answers[one.request_id].last.finish_reason is FinishReason.ABORT]
+    assert any(one.pooled for one in aborted)
+    stats = loop.stats()
+    assert stats.num_preemptions > 0 or name != "tiny-pool"
+    assert stats.cache_hit_tokens > 0 or method != "last"
 
 
 @pytest.mark.parametrize("name", grid(["tiny-pool", "wide"], QUICK.__contains__))

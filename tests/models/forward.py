@@ -36,17 +36,20 @@ def _compiled(
     mesh: Mesh,
     kv_scales: Any = None,
     abstract: Any = None,
+    *,
+    has_head: bool = True,
 ) -> Any:
     def logits(params: Any, tokens: jax.Array, length: jax.Array) -> jax.Array:
         size = len(tokens)
         kv = empty_pools(model, size, kv_dtype, kv_scales)
         batch = whole_prompt(tokens, length, len(model.kv_specs()))
         x = family(model).embed(model, params, batch)
-        return family(model).head(model, params, forward(model, params, x, batch, kv, backend).hidden)
+        hidden = forward(model, params, x, batch, kv, backend).hidden
+        return family(model).head(model, params, hidden) if has_head else hidden
 
     specs = partitions(abstract or abstract_params(model, np.dtype(dtype)))
     parts = (specs, PartitionSpec(), PartitionSpec())
-    out = PartitionSpec(None, TENSOR_AXES)
+    out = PartitionSpec(None, TENSOR_AXES if has_head else None)
     return jax.jit(jax.shard_map(logits, mesh=mesh, in_specs=parts, out_specs=out, check_vma=False))
 
 
@@ -141,6 +144,16 @@ def prompt_logits(
     dtype = jax.tree.leaves(params.norm)[0].dtype
     run = _compiled(model, dtype, kv_dtype or dtype, backend, mesh or cpu_mesh(), kv_scales, abstract)
     return np.array(run(params, padded, np.int32(len(tokens))))[: len(tokens), : model.config.vocab_size]
+
+
+def prompt_hidden(model: AnyModel, params: Any, tokens: list[int], size: int) -> np.ndarray:
+    """Return the hidden states of all tokens after the last norm, `[len(tokens), dim]`, computed on one device in
+    float32. The prompt is padded to `size`."""
+    padded = np.zeros(size, np.int32)
+    padded[: len(tokens)] = tokens
+    f32 = np.dtype(np.float32)
+    run = _compiled(model, f32, f32, REFERENCE, cpu_mesh(), has_head=False)
+    return np.array(run(params, padded, np.int32(len(tokens))))[: len(tokens)]
 
 
 def logits_by_chunks(model: AnyModel, params: Any, tokens: list[int], lengths: list[int], *, size: int) -> np.ndarray:
