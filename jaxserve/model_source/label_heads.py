@@ -6,7 +6,8 @@ A head is a layer of its own, or a few rows of the head of tokens, whose logits 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxserve.errors import ConfigError
@@ -31,98 +32,97 @@ _PROBLEMS: dict[str, LabelActivation] = {
 _FUNCTIONS: dict[str, LabelActivation] = {"Identity": "none", "Sigmoid": "sigmoid", "Softmax": "softmax"}
 
 
-def of_own_layers(model: ModelClass, fields: Fields, width: int) -> PooledTask:
-    """Return the task of a head with layers of its own, of a classifier or of a reward model."""
-    is_reward = model.head == "reward"
-    labels = _labels(fields, 1 if is_reward else 2)
-    last = PooledLayer("score", width, len(labels))
-    layers: tuple[PooledLayer, ...] = (last,)
-    if is_reward:
-        layers = (
-            PooledLayer("score.0", width, width, has_bias=True, activation="relu"),
-            PooledLayer("score.2", width, len(labels), has_bias=True),
-        )
-    activation: LabelActivation = "none" if is_reward else _activation(fields, len(labels))
-    return _task(layers, labels, activation, scores_pairs=len(labels) == 1)
+@dataclasses.dataclass(frozen=True)
+class LabelHeads:
+    """The heads that a checkpoint may have; `fields` are those of its config. Without a `source`, only that is here."""
 
+    model: ModelClass
+    fields: Fields
+    source: ModelSource | None
 
-def of_token_texts(
-    model: ModelClass, fields: Fields, width: int, source: ModelSource | None, vocab_size: int
-) -> PooledTask:
-    """Return the task of the head of the tokens that `classifier_from_token` names. Without a source, ids are 0, 1, …
+    def of_own_layers(self) -> PooledTask:
+        """Return the task of a head with layers of its own, of a classifier or of a reward model."""
+        is_reward, width = self.model.head == "reward", self._width
+        labels = _labels(self.fields, 1 if is_reward else 2)
+        if is_reward:
+            first = PooledLayer("score.0", width, width, has_bias=True, activation="relu")
+            last = PooledLayer("score.2", width, len(labels), has_bias=True)
+            return _task((first, last), labels, "none", scores_pairs=len(labels) == 1)
+        layer = PooledLayer("score", width, len(labels))
+        return _task((layer,), labels, _activation(self.fields, len(labels)), scores_pairs=len(labels) == 1)
 
-    Raises `ConfigError` for a text that is no token.
-    """
-    texts, method = fields.texts(TOKENS) or [], fields.text("method", "")
-    if not texts or method not in ("", _TWO_WAY, _PLAIN):
-        wrong = TOKENS if not texts else "method"
-        expected = "a list with the text of a token for each label" if not texts else f"{_TWO_WAY} or {_PLAIN}"
-        raise fields.error(wrong, expected)
-    two_way = fields.boolean("is_original_qwen3_reranker", False) or method == _TWO_WAY
-    if two_way and len(texts) != 2:
-        raise ConfigError(f"{fields.where}: {TOKENS} should name two tokens for one score, it names {len(texts)}")
-    found = list(range(len(texts))) if source is None else token_ids(source, texts)
-    ids = []
-    for text, one in zip(texts, found):
-        if one is None:
+    def of_token_texts(self) -> PooledTask:
+        """Return the task of the tokens that `classifier_from_token` names. Without a source, their ids are 0, 1, …
+
+        Raises `ConfigError` for a text that is no token.
+        """
+        fields = self.fields
+        texts, method = fields.texts(TOKENS) or [], fields.text("method", "")
+        if not texts:
+            raise fields.error(TOKENS, "a list with the text of a token for each label")
+        if method not in ("", _TWO_WAY, _PLAIN):
+            raise fields.error("method", f"{_TWO_WAY} or {_PLAIN}")
+        two_way = fields.boolean("is_original_qwen3_reranker", False) or method == _TWO_WAY
+        if two_way and len(texts) != 2:
+            raise ConfigError(f"{fields.where}: {TOKENS} should name two tokens for one score, it names {len(texts)}")
+        ids = []
+        for text, one in zip(texts, range(len(texts)) if self.source is None else token_ids(self.source, texts)):
+            if one is None:
+                raise ConfigError(
+                    f"{fields.where}: {TOKENS}: {abbreviate(text)} is no token of the vocabulary; write a token as "
+                    "tokenizer.json has it"
+                )
+            ids.append(one)
+        if two_way:
+            return self._of_two_tokens(ids, texts)
+        activation = _activation(fields, len(texts))
+        return _task((self._rows(ids),), tuple(texts), activation, scores_pairs=len(texts) == 1)
+
+    def of_scored_tokens(self, tokens: Sequence[int]) -> PooledTask:
+        """Return the task of a score that is the logit of a token, after the one that says the opposite, if any."""
+        changed = next((name for name in _CHANGES_LOGITS if self.fields.get(name, 1) != 1), None)
+        if changed:
+            raise ConfigError(f"{self.fields.where}: {changed} is not supported with scores that are logits of tokens")
+        if len(tokens) == 2:
+            return self._of_two_tokens(tokens, ("false", "true"))
+        activation = _activation(self.fields, 1)
+        return _task((self._rows(tokens),), ("true",), activation, scores_pairs=True, template=self._template)
+
+    def of_reranker(self) -> PooledTask:
+        """Return the task of a Qwen3-Reranker as published: its config is that of any Qwen3, its answers are no or yes.
+
+        Raises `ConfigError` for another family, or a vocabulary without both tokens.
+        """
+        ids: Sequence[int | None] = (0, 1) if self.source is None else ()
+        if self.source is not None and self.model.generative == _QWEN3:
+            ids = token_ids(self.source, _NO_YES)
+        found = [one for one in ids if one is not None]
+        if len(found) != 2 or self.model.generative != _QWEN3:
             raise ConfigError(
-                f"{fields.where}: {TOKENS}: {abbreviate(text)} is no token of the vocabulary; write a token as "
-                "tokenizer.json has it"
+                f"{self.fields.where}: convert=classify: {self.model.name} has no head of labels; to make one of the "
+                'logits of tokens, name them: --hf-overrides \'{"classifier_from_token": ["no", "yes"], "method": '
+                f'"{_TWO_WAY}"}}\''
             )
-        ids.append(one)
-    if two_way:
-        return of_two_tokens(model, fields, width, (ids[0], ids[1]), (texts[0], texts[1]), vocab_size)
-    layer = _rows(fields, width, tuple(ids), vocab_size)
-    return _task((layer,), tuple(texts), _activation(fields, len(texts)), scores_pairs=len(texts) == 1)
+        return self._of_two_tokens(found, _NO_YES)
 
+    def _of_two_tokens(self, tokens: Sequence[int], labels: Sequence[str]) -> PooledTask:
+        """Return the task of a score that is the probability of the second of two tokens, among both."""
+        return _task((self._rows(tokens),), tuple(labels), "softmax", scores_pairs=True, template=self._template)
 
-def of_scored_token(
-    model: ModelClass, fields: Fields, width: int, tokens: tuple[int, ...], vocab_size: int
-) -> PooledTask:
-    """Return the task of a head whose score is the logit of a token, after the one that says the opposite, if any."""
-    changed = next((name for name in _CHANGES_LOGITS if fields.get(name, 1) != 1), None)
-    if changed:
-        raise ConfigError(f"{fields.where}: {changed} is not supported with scores that are logits of tokens")
-    if len(tokens) == 2:
-        return of_two_tokens(model, fields, width, (tokens[0], tokens[1]), ("false", "true"), vocab_size)
-    layer = _rows(fields, width, tokens, vocab_size)
-    return _task((layer,), ("true",), _activation(fields, 1), scores_pairs=True, template=_template(model))
+    def _rows(self, tokens: Sequence[int]) -> PooledLayer:
+        """Return the layer that is these rows of the head of tokens. Raises `ConfigError` if it doesn't have them."""
+        vocab_size = self.fields.integer("vocab_size", WIDTH, int(WIDTH.most))
+        if max(tokens) >= vocab_size:
+            raise ConfigError(f"{self.fields.where}: token {max(tokens)} scores, but vocab_size is {vocab_size}")
+        return PooledLayer("lm_head", self._width, len(tokens), tokens=tuple(tokens))
 
+    @property
+    def _width(self) -> int:
+        return self.fields.integer("hidden_size", WIDTH)
 
-def of_two_tokens(
-    model: ModelClass,
-    fields: Fields,
-    width: int,
-    tokens: tuple[int, int],
-    labels: tuple[str, str],
-    vocab_size: int,
-) -> PooledTask:
-    """Return the task of a head whose score is the probability of the second of two tokens, among both."""
-    layer = _rows(fields, width, tokens, vocab_size)
-    return _task((layer,), labels, "softmax", scores_pairs=True, template=_template(model))
-
-
-def of_reranker(
-    model: ModelClass, fields: Fields, width: int, source: ModelSource | None, vocab_size: int
-) -> PooledTask:
-    """Return the task of a Qwen3-Reranker as published: its config is that of any Qwen3, its answers are no and yes.
-
-    Raises `ConfigError` for another family, or a vocabulary without both tokens.
-    """
-    is_qwen3 = model.generative == _QWEN3
-    found = (0, 1) if source is None else token_ids(source, _NO_YES) if is_qwen3 else (None, None)
-    no, yes = found
-    if not is_qwen3 or no is None or yes is None:
-        raise ConfigError(
-            f"{fields.where}: convert=classify: {model.name} has no head of labels; to make one of the logits "
-            'of tokens, name them: --hf-overrides \'{"classifier_from_token": ["no", "yes"], "method": '
-            f'"{_TWO_WAY}"}}\''
-        )
-    return of_two_tokens(model, fields, width, (no, yes), _NO_YES, vocab_size)
-
-
-def _template(model: ModelClass) -> str:
-    return "qwen3_reranker" if model.generative == _QWEN3 else ""
+    @property
+    def _template(self) -> str:
+        return "qwen3_reranker" if self.model.generative == _QWEN3 else ""
 
 
 def _task(
@@ -143,13 +143,6 @@ def _task(
         scores_pairs=scores_pairs,
         pair_template=template,
     )
-
-
-def _rows(fields: Fields, width: int, tokens: tuple[int, ...], vocab_size: int) -> PooledLayer:
-    """Return the layer that is these rows of the head of tokens. Raises `ConfigError` for ids that it doesn't have."""
-    if max(tokens) >= vocab_size:
-        raise ConfigError(f"{fields.where}: token {max(tokens)} scores, but vocab_size is {vocab_size}")
-    return PooledLayer("lm_head", width, len(tokens), tokens=tokens)
 
 
 def _labels(fields: Fields, default: int) -> tuple[str, ...]:

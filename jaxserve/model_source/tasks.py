@@ -14,11 +14,11 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from jaxserve.errors import ConfigError
-from jaxserve.model_source import label_heads
 from jaxserve.model_source.architectures import ModelClass, model_class_of
 from jaxserve.model_source.fields import WIDTH, Fields
 from jaxserve.model_source.gguf_config import GGUFPooling, pooling_of_gguf
 from jaxserve.model_source.gguf_metadata import GGUFMetadata
+from jaxserve.model_source.label_heads import TOKENS, LabelHeads
 from jaxserve.model_source.pooling import ModelTask, PooledTask, Pooling, PoolingMethod
 from jaxserve.model_source.sentence_modules import SentenceModules, read_max_tokens, read_modules, read_prompts
 from jaxserve.model_source.source import ModelSource
@@ -79,7 +79,7 @@ class _Checkpoint:
     def kind(self) -> str | None:
         """What it is for besides tokens, None if it doesn't say."""
         modules, pooling = self._modules, self._gguf_pooling
-        if (modules is not None and modules.pooling is not None) or pooling in ("mean", "cls", "last"):
+        if self._pooler is not None or pooling in ("mean", "cls", "last"):
             return "embed"
         scores = pooling == "rank" or (modules is not None and modules.scoring is not None)
         if scores or self._has_label_tokens or self.model_class.head in ("labels", "reward"):
@@ -88,16 +88,15 @@ class _Checkpoint:
 
     def embeddings(self, method: Method) -> PooledTask:
         """Return the task of embedding texts."""
-        modules = self._modules
-        pooled = modules is not None and modules.pooling is not None
-        layers = modules.layers() if modules is not None and pooled else ()
+        pooler = self._pooler
+        layers = () if pooler is None else pooler.layers()
         found = PooledTask(
             kind="embed",
             pooling=Pooling(self._method() if method == "auto" else method, layers),
             size=layers[-1].outputs if layers else self._width,
-            normalize=modules.normalize if modules is not None and pooled else True,
+            normalize=pooler is None or pooler.normalize,
         )
-        found = self._with_texts(found, modules)
+        found = self._with_texts(found)
         self._check_layers(found)
         allowed = dataclasses.replace(WIDTH, most=found.size)
         sizes = tuple(int(size) for size in self._fields.numbers("matryoshka_dimensions", allowed))
@@ -107,23 +106,21 @@ class _Checkpoint:
         """Return the task of scoring texts or giving them labels. Raises `ConfigError` if there is no head for it."""
         if method == "mean":
             raise ConfigError("pooling=mean makes vectors; labels are made of the last token of a text: leave it out")
-        model, fields, modules = self.model_class, self._fields, self._modules
-        common = model, fields, self._width
-        vocab_size = fields.integer("vocab_size", WIDTH, int(WIDTH.most))
+        heads, modules = LabelHeads(self.model_class, self._fields, self._source), self._modules
         if modules is not None and modules.scoring is not None:
-            found = label_heads.of_scored_token(*common, modules.scored_tokens(), vocab_size)
+            found = heads.of_scored_tokens(modules.scored_tokens())
         elif self._has_label_tokens:
-            found = label_heads.of_token_texts(*common, self._source, vocab_size)
-        elif model.head in ("labels", "reward"):
-            found = label_heads.of_own_layers(*common)
+            found = heads.of_token_texts()
+        elif self.model_class.head in ("labels", "reward"):
+            found = heads.of_own_layers()
         else:
-            found = label_heads.of_reranker(*common, self._source, vocab_size)
-        return self._with_texts(found, modules)
+            found = heads.of_reranker()
+        return self._with_texts(found)
 
     def _method(self) -> PoolingMethod:
         """Return how the checkpoint pools. Raises `ConfigError` if it does so in a way that isn't supported."""
-        if self._modules is not None and self._modules.pooling is not None:
-            return self._modules.method()
+        if self._pooler is not None:
+            return self._pooler.method()
         if self._gguf_pooling == "cls":
             raise ConfigError(
                 f"{self.where}: pooling_type cls is not supported; last and mean are, of which --pooling chooses one"
@@ -140,20 +137,25 @@ class _Checkpoint:
         return None if self._folder is None else read_modules(self._folder)
 
     @property
+    def _pooler(self) -> SentenceModules | None:
+        """The modules, if one of them pools."""
+        return None if self._modules is None or self._modules.pooling is None else self._modules
+
+    @property
     def _has_label_tokens(self) -> bool:
-        return self._fields.get(label_heads.TOKENS) is not None
+        return self._fields.get(TOKENS) is not None
 
     @property
     def _width(self) -> int:
         return self._fields.integer("hidden_size", WIDTH)
 
-    def _with_texts(self, task: PooledTask, modules: SentenceModules | None) -> PooledTask:
+    def _with_texts(self, task: PooledTask) -> PooledTask:
         """Return a task with the prompts of sentence-transformers and its limit of tokens."""
-        if self._folder is None or modules is None:
+        if self._folder is None or self._modules is None:
             return task
         prompts, default = read_prompts(self._folder)
-        if modules.pooling is not None:
-            modules.check_prompts(bool(prompts))
+        if self._pooler is not None:
+            self._pooler.check_prompts(bool(prompts))
         limit = read_max_tokens(self._folder)
         return dataclasses.replace(task, prompts=prompts, default_prompt=default, max_tokens=limit)
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from jaxserve.errors import ConfigError
-from jaxserve.model_source.fields import TOKEN_ID, Fields, abbreviate, read_json
+from jaxserve.model_source.fields import TOKEN_ID, Fields, read_json
 from jaxserve.model_source.gguf_metadata import GGUFMetadata
 from jaxserve.model_source.source import ModelSource
 
@@ -18,8 +18,8 @@ def token_ids(source: ModelSource, texts: Sequence[str]) -> list[int | None]:
     """
     vocabulary = _of_gguf(source.path) if source.kind == "gguf" else _of_folder(source.path)
     found = [vocabulary.get(text) for text in texts]
-    if bad := next((one for one in found if one is not None and one not in TOKEN_ID), None):
-        raise ConfigError(f"{source.path}: {abbreviate(bad)} is no id of a token")
+    if not all(one is None or (isinstance(one, int) and one in TOKEN_ID) for one in found):
+        raise ConfigError(f"{source.path}: the vocabulary has tokens whose ids are no numbers: fetch its files again")
     return found
 
 
@@ -32,11 +32,13 @@ def _of_folder(folder: Path) -> Mapping[str, int]:
     file = folder / "tokenizer.json"
     if file.is_file():
         fields = Fields(read_json(file), str(file))
-        vocabulary = Fields(fields.object("model"), f"{file}: model").get("vocab", {})
-        if isinstance(vocabulary, list):  # Unigram's, with a score for each
-            vocabulary = {each[0]: i for i, each in enumerate(vocabulary)}
-        added = {each["content"]: each["id"] for each in fields.get("added_tokens", [])}
-        return {**vocabulary, **added}
+        vocabulary = fields.object("model").get("vocab", {})
+        try:
+            if isinstance(vocabulary, list):  # Unigram's, with a score for each
+                vocabulary = {each[0]: i for i, each in enumerate(vocabulary)}
+            return {**vocabulary, **{each["content"]: each["id"] for each in fields.get("added_tokens", [])}}
+        except (LookupError, TypeError) as error:
+            raise ConfigError(f"{file}: the vocabulary can't be read ({error!r}): fetch the file again") from error
     file = folder / "vocab.json"
     if not file.is_file():
         raise ConfigError(f"{folder} has no tokenizer.json and no vocab.json, in which tokens could be looked up")

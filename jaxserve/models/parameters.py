@@ -38,7 +38,7 @@ class PooledParams:
 class Params:
     """All weights of a model: `layers` are of the family's own type, `pooled` those of the layers after pooling.
 
-    `output` is None if the head is the embedding, or if the model has none.
+    `output` is None if the head is the embedding, or if the model only pools: then it has no head.
     """
 
     embedding: Array

@@ -110,6 +110,18 @@ def test_what_is_served(
         ({"is_causal": False}, {}, {}, "is_causal=false: bidirectional attention is not supported yet"),
         ({"use_bidirectional_attention": True}, {}, {}, "use_bidirectional_attention=true: bidirectional"),
         ({"classifier_from_token": ["maybe"]}, {}, {}, "'maybe' is no token of the vocabulary"),
+        (
+            {"classifier_from_token": ["a"]},
+            {"tokenizer.json": {"model": {"vocab": {"a": "0"}}}},
+            {},
+            "tokens whose ids are no numbers",
+        ),
+        (
+            {"classifier_from_token": ["a"]},
+            {"tokenizer.json": {"model": {"vocab": {"a": 0}}, "added_tokens": [{"id": 0}]}},
+            {},
+            "the vocabulary can't be read",
+        ),
         ({"classifier_from_token": []}, {}, {}, "should be a list with the text of a token for each label"),
         ({"classifier_from_token": ["a"], "method": "other"}, {}, {}, "method should be from_2_way_softmax or no_post"),
         ({"classifier_from_token": ["a"], "is_original_qwen3_reranker": True}, {}, {}, "two tokens for one score"),
