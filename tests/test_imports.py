@@ -60,6 +60,7 @@ ORDER_INSIDE = {
     "jaxserve.engine": "kv_cache multihost speculation | scheduling | core | process | client",
     "jaxserve.layers": "axes batch exchange | linear norm rope vocabulary | attention delta_net embedding mlp | "
                        "latent_attention mixture",
+    "jaxserve.llm": "outputs | generation pooling | llm",
     "jaxserve.model_source": "builtin fields gguf_architectures pooling | gguf_metadata | gguf_config | source | tasks",
     "jaxserve.models": "config dtypes read_fields rope | layout | parameters | decoder other_attention | gemma llama | "
                        "cohere glm granite ministral3 mixtures olmo phi3 seed_oss smollm3 starcoder2 | "
