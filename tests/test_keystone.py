@@ -816,7 +816,7 @@ def test_vectors_are_those_of_each_text_alone(build: Build, name: str, method: s
         else:
             _check(request, answers[request.request_id], info.max_model_len, _model(name))
     aborted = [one for one in requests if answers[one.request_id].last.finish_reason is FinishReason.ABORT]
-    assert any(one.pooled for one in aborted)
+    assert any(one.pooled for one in aborted) or "runner" in options
     stats = loop.stats()
     assert stats.num_preemptions > 0 or name != "tiny-pool"
     assert stats.cache_hit_tokens > 0 or method != "last"

@@ -83,20 +83,7 @@ class FakeEngine:
         tokens_per_step: int = 1,
         vector: Callable[[Sequence[int]], np.ndarray] = vector_of,
     ) -> None:
-        self.info = EngineInfo(
-            max_model_len=max_model_len,
-            vocab_size=vocab_size,
-            page_size=16,
-            num_pages=64,
-            max_running_requests=32,
-            chunked_prefill_size=512,
-            device="fake",
-            dtype="float32",
-            attention_backend="reference",
-            num_programs=1,
-            startup_seconds={"weights": 0.25, "compile": 0.5},
-            schedule_policy=schedule_policy,
-        )
+        self.info = self.info_of(vocab_size, max_model_len=max_model_len, schedule_policy=schedule_policy)
         self.stats = EngineStats(num_pages=64, num_free_pages=64)
         self.health: str | None = None
         self.on_death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -118,6 +105,23 @@ class FakeEngine:
         self._go.set()
         self._steps_allowed = 0
         self._task: asyncio.Task[None] | None = None
+
+    @staticmethod
+    def info_of(vocab_size: int, *, max_model_len: int, schedule_policy: str = "fcfs") -> EngineInfo:
+        return EngineInfo(
+            max_model_len=max_model_len,
+            vocab_size=vocab_size,
+            page_size=16,
+            num_pages=64,
+            max_running_requests=32,
+            chunked_prefill_size=512,
+            device="fake",
+            dtype="float32",
+            attention_backend="reference",
+            num_programs=1,
+            startup_seconds={"weights": 0.25, "compile": 0.5},
+            schedule_policy=schedule_policy,
+        )
 
     @property
     def replicas(self) -> tuple[ReplicaStats, ...]:

@@ -151,6 +151,8 @@ async def read_sides(
     """Return the ids of all queries, then of all documents, for a model of embeddings. Both have names before them."""
     if (asked := request.asked()) is not None:
         check_instruction("tokenizer", asked[1], param=asked[0])
+    if request.use_activation is False:
+        raise InvalidRequestError("use_activation: a cosine has no activation; leave it out", param="use_activation")
     if request.chat_template_kwargs:
         raise InvalidRequestError(
             "chat_template_kwargs: this model makes an embedding of each text alone; leave it out",

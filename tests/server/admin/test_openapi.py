@@ -135,7 +135,7 @@ _TEXT_FIELDS = {
 for _path in POOLED:
     CONDITIONAL_FIELDS[_path] = {
         *_TEXT_FIELDS, "text_1", "text_2", "data_1", "data_2", "queries", "documents", "items",
-        "instruction", "instruct", "rank_fields", "text", "input_ids", "rid",
+        "instruction", "instruct", "rank_fields", "text", "input_ids", "rid", "use_activation",
     }  # fmt: skip
 for _path in ("/v1/completions", "/v1/chat/completions"):
     BODIES[f"{_path}/render"] = BODIES[_path]

@@ -187,7 +187,7 @@ async def test_refusals_name_the_field(path: str, body: dict[str, Any], param: s
         assert (error["param"], words in error["message"]) == (param, True), error
 
 
-@pytest.mark.parametrize("more", [{"instruction": "i"}, {"chat_template_kwargs": {"a": 1}}])
+@pytest.mark.parametrize("more", [{"instruction": "i"}, {"chat_template_kwargs": {"a": 1}}, {"use_activation": False}])
 async def test_what_embeddings_have_no_place_for(more: dict[str, Any]):
     async with over_asgi(task=only(EMBED)) as server:
         assert (await refusal(server, "/v1/rerank", query="q", documents=["a"], **more))["param"] == min(more)

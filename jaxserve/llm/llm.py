@@ -1,4 +1,4 @@
-"""Offline generation: `LLM` runs the engine in the caller's process and turns prompts into texts.
+"""`LLM` runs the engine in the caller's process and turns prompts into texts, or into what `pooling` makes of them.
 
 Owns tokenizing, the chat template, grouping the samples of a prompt, and the progress bar. The engine schedules the
 requests; `text/` detokenizes and finds stop strings.
@@ -7,34 +7,37 @@ requests; `text/` detokenizes and finds stop strings.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import logging
 import types
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
-from tqdm import tqdm
-
 from jaxserve import model_source
 from jaxserve.api_types import (
-    EngineRequest,
-    FinishReason,
     ProfileInfo,
     SamplingParams,
-    TokenEvent,
-    TokenLogprobs,
-    Usage,
 )
 from jaxserve.config.data_parallel import require_single_process
 from jaxserve.config.load import from_arguments
 from jaxserve.config.schema import DEFAULT_MODEL, SHARED_SERVER_SETTINGS, ServerConfig
 from jaxserve.engine.client import InProcessEngine, SharedEngine, check_not_forked, is_forked
-from jaxserve.errors import ConfigError, InvalidRequestError, RequestFailedError
+from jaxserve.errors import ConfigError, InvalidRequestError
+from jaxserve.llm.generation import OfflineGeneration
+from jaxserve.llm.outputs import (
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    PromptTask,
+    RequestOutput,
+    ScoringRequestOutput,
+)
+from jaxserve.llm.pooling import OfflinePooling, PooledUse, check_use
+from jaxserve.model_source.tasks import read_task
 from jaxserve.text.chat_template import ChatTemplate
 from jaxserve.text.grammars.checking import GrammarChecker
-from jaxserve.text.output import OutputDelta, OutputProcessor, OutputSoFar
+from jaxserve.text.output import OutputDelta
 from jaxserve.text.prompt_forms import (
     Message,
     Prompt,
@@ -43,35 +46,12 @@ from jaxserve.text.prompt_forms import (
     read_prompt,
     read_prompts,
 )
-from jaxserve.text.requests import check_ids, sample_requests
+from jaxserve.text.requests import check_ids
 from jaxserve.text.tokenizers.chat_template_files import choose_chat_template
 from jaxserve.text.tokenizers.escaped_marks import EscapedMarks
 from jaxserve.text.tokenizers.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True)
-class CompletionOutput:
-    """One sample of a prompt. `logprobs` has one entry per token if `SamplingParams.logprobs` is set, else is None."""
-
-    index: int
-    text: str
-    token_ids: list[int]
-    logprobs: list[TokenLogprobs] | None
-    finish_reason: FinishReason
-    stop_reason: int | str | None
-
-
-@dataclasses.dataclass(frozen=True)
-class RequestOutput:
-    """The outputs of one prompt. `prompt` is None if it was given as ids; `usage` counts all samples."""
-
-    prompt: str | None
-    prompt_token_ids: list[int]
-    outputs: list[CompletionOutput]
-    usage: Usage
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
 class LLM:
@@ -92,15 +72,26 @@ class LLM:
         for note in loaded.notes:
             logger.warning(note)
         config = require_single_process(loaded.engine, "LLM")
-        tokenizer = load_tokenizer(model_source.resolve(config.model))
-        self._template = ChatTemplate(
-            choose_chat_template(loaded.server.chat_template, tokenizer.chat_templates), tokenizer.special_tokens
+        source = model_source.resolve(config.model)
+        self._task = read_task(
+            source,
+            model_source.read_config(source),
+            runner=config.runner,
+            convert=config.convert,
+            pooling=config.pooling,
         )
+        tokenizer = load_tokenizer(source)
+        template = choose_chat_template(loaded.server.chat_template, tokenizer.chat_templates)
+        self._template = ChatTemplate(template, tokenizer.special_tokens)
         self._tokenizer = tokenizer.with_turn_end(self._template.turn_end())
         self._marks = EscapedMarks(self._tokenizer) if loaded.server.escape_marks else None
         self._grammars = GrammarChecker(self._tokenizer)
         self._engine = SharedEngine(InProcessEngine.start(config))
-        self._numbers = itertools.count()
+        self._generation = OfflineGeneration(self._engine, self._tokenizer)
+        self._pooling = None
+        if (pooled := self._task.pooled) is not None:
+            forms = self._template, template or "", loaded.server.chat_template
+            self._pooling = OfflinePooling(self._engine, self._tokenizer, pooled, *forms)
 
     def generate(
         self,
@@ -123,7 +114,7 @@ class LLM:
         params = _per_prompt("sampling_params", sampling_params, len(contents))
         priorities = _per_prompt("priorities", priority, len(contents))
         tasks = [self._prepare(*each, cache_salt) for each in zip(contents, params, priorities, strict=True)]
-        return self._run(tasks, use_tqdm)
+        return self._generation.run(tasks, use_tqdm)
 
     def chat(
         self,
@@ -153,7 +144,80 @@ class LLM:
             dataclasses.replace(self._prepare(self._encode_rendered(text), each), prompt=self._shown(text))
             for text, each in zip(texts, params, strict=True)
         ]
-        return self._run(tasks, use_tqdm)
+        return self._generation.run(tasks, use_tqdm)
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        dimensions: int | None = None,
+        prompt_name: str | None = None,
+        truncate_prompt_tokens: int | None = None,
+        normalize: bool | None = None,
+        use_tqdm: bool = True,
+    ) -> list[EmbeddingRequestOutput]:
+        """Return the embedding of each prompt, in `outputs.embedding`.
+
+        Texts get one of the model's prompts in front, which `prompt_name` chooses ("" for none). Longer ones are
+        truncated to `truncate_prompt_tokens`, or with -1 to what the model takes; by default they raise. Raises as
+        `generate` does.
+        """
+        return self._pooled("embed").embed(
+            prompts,
+            dimensions,
+            normalize,
+            prompt_name=prompt_name,
+            truncate_prompt_tokens=truncate_prompt_tokens,
+            use_tqdm=use_tqdm,
+        )
+
+    def score(
+        self,
+        a: str | Sequence[str],
+        b: str | Sequence[str],
+        *,
+        instruction: str | None = None,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+    ) -> list[ScoringRequestOutput]:
+        """Return how well each text of `b` fits its one of `a`, or the only one, in `outputs.score`: what a reranker
+        says, or the cosine of two embeddings."""
+        return self._pooled("score").score(
+            a, b, instruction=instruction, truncate_prompt_tokens=truncate_prompt_tokens, use_tqdm=use_tqdm
+        )
+
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_activation: bool = True,
+        use_tqdm: bool = True,
+    ) -> list[ClassificationRequestOutput]:
+        """Return the values of all labels of each prompt, in `outputs.probs`."""
+        return self._pooled("classify").classify(
+            prompts, use_activation, truncate_prompt_tokens=truncate_prompt_tokens, use_tqdm=use_tqdm
+        )
+
+    def reward(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """Return what a reward model says of each prompt, in `outputs.data`."""
+        return self._pooled("reward").encode(prompts, truncate_prompt_tokens=truncate_prompt_tokens, use_tqdm=use_tqdm)
+
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """Return the numbers that the model pools of each prompt, in `outputs.data`."""
+        return self._pooled("encode").encode(prompts, truncate_prompt_tokens=truncate_prompt_tokens, use_tqdm=use_tqdm)
 
     def encode_chat(self, messages: Sequence[Message], **options: Any) -> list[int]:
         """Return the prompt's ids for a conversation; `options` are passed to the chat template."""
@@ -166,7 +230,7 @@ class LLM:
         task = self._prepare(read_prompt(prompt), sampling_params)
         if task.params.n != 1:
             raise InvalidRequestError(f"stream returns one sample: n must be 1, got {task.params.n}", param="n")
-        return self._stream(task)
+        return self._generation.stream(task)
 
     @property
     def max_model_len(self) -> int:
@@ -204,6 +268,12 @@ class LLM:
     ) -> None:
         self.close()
 
+    def _pooled(self, use: PooledUse) -> OfflinePooling:
+        check_not_forked()
+        check_use(self._task, use)
+        assert self._pooling is not None
+        return self._pooling
+
     def _render(self, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
         if self._marks is not None:
             messages = self._marks.escape(list(messages))
@@ -219,7 +289,12 @@ class LLM:
 
     def _prepare(
         self, prompt: str | list[int], params: SamplingParams | None, priority: int = 0, cache_salt: str | None = None
-    ) -> _PromptTask:
+    ) -> PromptTask:
+        if not self._task.generates:
+            raise InvalidRequestError(
+                "this model generates no text: use embed, score, classify, reward or encode, or load it with "
+                'runner="generate" if it has a head for tokens'
+            )
         text, ids = (prompt, self._tokenizer.encode(prompt)) if isinstance(prompt, str) else (None, prompt)
         if not ids:
             raise InvalidRequestError("the prompt holds no tokens", param="prompt")
@@ -236,115 +311,7 @@ class LLM:
                 f"sampling_params must be a SamplingParams, got a {type(params).__name__}", param="sampling_params"
             )
         grammar = "" if params.structured_outputs is None else self._grammars.grammar(params.structured_outputs)
-        return _PromptTask(text, ids, params, priority, cache_salt, grammar)
-
-    def _requests(self, task: _PromptTask) -> list[EngineRequest]:
-        name = f"llm-{next(self._numbers)}"
-        return sample_requests(
-            name,
-            task.ids,
-            task.params,
-            self._tokenizer,
-            self._engine.info,
-            priority=task.priority,
-            cache_salt=task.cache_salt,
-            grammar=task.grammar,
-        )
-
-    def _run(self, tasks: list[_PromptTask], use_tqdm: bool) -> list[RequestOutput]:
-        requests = [self._requests(task) for task in tasks]
-        outputs = {request.request_id: OutputSoFar() for group in requests for request in group}
-        with tqdm(total=len(outputs), desc="generate", unit="seq", disable=not use_tqdm, dynamic_ncols=True) as bar:
-            num_tokens = 0
-            for request_id, delta in self._deltas([request for group in requests for request in group]):
-                outputs[request_id].add(delta)
-                num_tokens += len(delta.token_ids)
-                if delta.finish_reason is not None and bar.update():
-                    bar.set_postfix_str(f"{num_tokens / bar.format_dict['elapsed']:.0f} tok/s")
-        return [
-            _build_output(task, [outputs[request.request_id].delta for request in group])
-            for task, group in zip(tasks, requests, strict=True)
-        ]
-
-    def _stream(self, task: _PromptTask) -> Generator[OutputDelta]:
-        for _, delta in self._deltas(self._requests(task)):
-            yield delta
-
-    def _deltas(self, requests: list[EngineRequest]) -> Generator[tuple[str, OutputDelta]]:
-        """Run requests and yield (request id, delta) pairs until all have ended.
-
-        Closing the generator aborts the requests that are still running.
-        """
-        processors = {request.request_id: OutputProcessor(self._tokenizer, request) for request in requests}
-        ended: dict[str, OutputDelta] = {}
-        try:
-            next_events = self._engine.submit(requests)
-            while processors:
-                for event in next_events():
-                    if event.request_id in ended:
-                        delta = _with_cached_tokens(ended[event.request_id], event)
-                    else:
-                        delta = processors[event.request_id].push(event)
-                        if delta.abort:
-                            # The engine's last event of this request still brings the cached tokens
-                            ended[event.request_id] = delta
-                            self._engine.abort([event.request_id])
-                            continue
-                    if delta.finish_reason is FinishReason.ERROR:
-                        raise RequestFailedError(delta.error or "the engine could not finish the request")
-                    if delta.finish_reason is not None:
-                        del processors[event.request_id]
-                    yield event.request_id, delta
-        finally:
-            if processors:
-                self._engine.discard(processors)
-
-
-@dataclasses.dataclass(frozen=True)
-class _PromptTask:
-    """One prompt, tokenized and checked, with its parameters."""
-
-    prompt: str | None
-    ids: list[int]
-    params: SamplingParams
-    priority: int
-    cache_salt: str | None
-    grammar: str
-
-
-def _build_output(task: _PromptTask, samples: Sequence[OutputDelta]) -> RequestOutput:
-    usages = [sample.usage for sample in samples if sample.usage is not None]
-    return RequestOutput(
-        prompt=task.prompt,
-        prompt_token_ids=task.ids,
-        outputs=[_build_completion(index, sample, task.params) for index, sample in enumerate(samples)],
-        usage=Usage(
-            prompt_tokens=len(task.ids),
-            completion_tokens=sum(usage.completion_tokens for usage in usages),
-            cached_tokens=usages[0].cached_tokens,
-        ),
-        prompt_logprobs=samples[0].prompt_logprobs,
-    )
-
-
-def _build_completion(index: int, sample: OutputDelta, params: SamplingParams) -> CompletionOutput:
-    assert sample.finish_reason is not None
-    return CompletionOutput(
-        index=index,
-        text=sample.text,
-        token_ids=sample.token_ids,
-        logprobs=None if params.logprobs is None else sample.logprobs,
-        finish_reason=sample.finish_reason,
-        stop_reason=sample.stop_reason,
-    )
-
-
-def _with_cached_tokens(delta: OutputDelta, last: TokenEvent) -> OutputDelta:
-    """Return the delta that a stop string ended, with the cached tokens of the engine's last event."""
-    if delta.usage is None or last.usage is None:
-        return delta
-    usage = msgspec.structs.replace(delta.usage, cached_tokens=last.usage.cached_tokens)
-    return msgspec.structs.replace(delta, usage=usage)
+        return PromptTask(text, ids, params, priority, cache_salt, grammar)
 
 
 def _per_prompt[T](name: str, value: T | Sequence[T], count: int) -> list[T]:
