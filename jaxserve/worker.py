@@ -41,6 +41,7 @@ from jaxserve.runtime.execution.deployment_log import (
     log_drafting,
     log_kv_groups,
     log_kv_scales,
+    log_pooling,
     log_states,
     log_weights,
 )
@@ -196,6 +197,7 @@ def _prepare(config: EngineConfig, nodes: ProcessGroup | None) -> _EngineParts:
         )
     log_weights(deployment)
     log_drafting(deployment)
+    log_pooling(deployment)
     obstacle = deployment.nondeterminism
     answer = f"no, {obstacle}" if obstacle else "yes, a request gives the same bits in any batch"
     logger.info("deterministic inference: %s", answer)

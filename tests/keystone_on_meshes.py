@@ -37,7 +37,9 @@ from tests.test_keystone import (
     _random_request,
     _run,
     assert_experts_are_counted,
+    check_vector,
     sampled_requests,
+    with_pooled,
 )
 from tests.tiny_model import write_tiny_model
 
@@ -83,6 +85,9 @@ MODELS = {
     "hybrid-ngram": HYBRID,
     "hybrid-mixture": HYBRID_MIXTURE,
     "hybrid-ragged": HYBRID_MIXTURE,
+    "mean": FULL,
+    "hybrid-last": HYBRID,
+    "groups-vectors": GROUPS,
 }
 RAGGED: dict[str, Any] = {"all2all_backend": "ragged_all_to_all", "enable_dp_attention": True}
 TWO_POOLS: dict[str, Any] = {"swa_full_tokens_ratio": 0.5}
@@ -108,6 +113,13 @@ MORE |= {
     "hybrid-ngram": MORE["ngram"] | STATES,
     "hybrid-mixture": STATES,
     "hybrid-ragged": RAGGED | STATES,
+}
+BOTH = {"runner": "generate", "convert": "embed"}
+MORE["draft"] |= BOTH | {"pooling": "mean"}
+MORE |= {
+    "mean": BOTH | {"pooling": "mean"},
+    "hybrid-last": STATES | BOTH,
+    "groups-vectors": TWO_POOLS | {"runner": "pooling", "pooling": "mean"},
 }
 # With these, all that may happen does.
 SEEDS = {"ngram": 3, "draft": 1, "mtp": 1}
@@ -155,15 +167,22 @@ def serve_on_mesh(
         for i in range(24):
             requests.append(_random_request(rng, i, info.max_model_len, sequences[:5]))
             sequences.append(requests[-1].prompt_ids)
+        if config.convert == "embed":
+            requests = with_pooled(requests, rng)
+        if config.runner == "pooling":
+            requests = [request for request in requests if request.pooled]
         answers = _run(loop, requests, rng, abort_chance=0.1)
         for request in requests:
-            _check(request, answers[request.request_id], info.max_model_len, model)
+            if request.pooled:
+                check_vector(request, answers[request.request_id], config.pooling.replace("auto", "last"), model)
+            else:
+                _check(request, answers[request.request_id], info.max_model_len, model)
             sequences.append(request.prompt_ids + answers[request.request_id].tokens)
         aborted += sum(answer.last.finish_reason is FinishReason.ABORT for answer in answers.values())
     stats = loop.stats(check=True)
     assert_experts_are_counted(stats, model)
     return {
-        "tokens": _sampled_tokens(loop),
+        "tokens": {} if config.runner == "pooling" else _sampled_tokens(loop),
         "aborted": aborted,
         "preempted": stats.num_preemptions,
         "hits": stats.cache_hit_tokens,

@@ -45,6 +45,17 @@ def log_states(deployment: Deployment) -> None:
     )
 
 
+def log_pooling(deployment: Deployment) -> None:
+    """Log what vectors are made of, if any are."""
+    pooling = deployment.model.config.pooling
+    if pooling is None:
+        return
+    layers = "".join(f", then {layer.name} [{layer.outputs}, {layer.inputs}]" for layer in pooling.layers)
+    what = "the last token" if pooling.method == "last" else "the mean of all tokens"
+    alone = "" if deployment.model.config.generates else "; no tokens are generated"
+    logger.info("pooled requests: %s%s, %d numbers%s", what, layers, deployment.capacity.pooled_size, alone)
+
+
 def log_drafting(deployment: Deployment) -> None:
     """Log how drafts are made, if there are any."""
     drafting, config = deployment.drafting, deployment.config
