@@ -38,6 +38,7 @@ from tests.test_keystone import (
     _run,
     assert_experts_are_counted,
     check_vector,
+    naive_hidden,
     sampled_requests,
     with_pooled,
 )
@@ -155,6 +156,8 @@ def serve_on_mesh(
     config: EngineConfig, group: ProcessGroup | None = None, model: dict[str, Any] = FULL
 ) -> dict[str, Any]:
     """Serve all requests, compare greedy tokens with a naive recompute, and return the sampled ones with counters."""
+    if config.convert == "embed":
+        naive_hidden([0], model)  # it compiles
     loop, info = build_engine(config, group)
     if config.speculative_method != "none":
         draft_any_lengths(loop, random.Random(SEEDS[config.speculative_method]))

@@ -273,6 +273,12 @@ def _naive_logits(
     )
 
 
+def naive_hidden(tokens: list[int], model: dict[str, Any] = FULL) -> np.ndarray:
+    """All hidden states of one sequence, computed in one go."""
+    config = parse_model_config(model)
+    return prompt_hidden(LaidOutModel(config), _params(config), tokens, LONGEST)
+
+
 def _write_weights(folder: Path, config: ModelConfig) -> None:
     """Write `_params` as a checkpoint, with scales so small that many keys and values are clipped."""
     abstract = abstract_params(LaidOutModel(config), np.dtype(np.float32))
@@ -769,8 +775,7 @@ def check_vector(request: EngineRequest, answer: Answer, method: str, model: dic
         assert answer.last.pooled is None
         return
     assert answer.last.finish_reason is FinishReason.STOP
-    config = parse_model_config(model)
-    hidden = prompt_hidden(LaidOutModel(config), _params(config), request.prompt_ids, LONGEST)
+    hidden = naive_hidden(request.prompt_ids, model)
     expected = hidden[-1] if method == "last" else hidden.mean(axis=0)
     assert answer.last.pooled is not None
     assert answer.last.usage is not None
