@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ from tokenizers.processors import ByteLevel, Sequence, TemplateProcessing
 
 from jaxserve.errors import ConfigError, ContextLengthError, InvalidRequestError
 from jaxserve.text.pooled_texts import TextLimits, check_not_empty, encode_texts, first_tokens, with_prompt
+from jaxserve.text.tokenizers.hf_folder import tokenizer_from_folder
 from jaxserve.text.tokenizers.tokenizer import Tokenizer
 from jaxserve.text.tokenizers.tokenizer_parts import TokenizerParts
 from tests.server.pooling.tasks import EMBED
@@ -89,3 +92,12 @@ def test_first_tokens():
     own = tokenizer("<s> $A </s>")
     assert [first_tokens(own, "abc", count) for count in (0, 2, 3, 9)] == ["", "ab", "abc", "abc"]
     assert first_tokens(own, "aé", 2) == "a", "half a character is none"
+
+
+def test_a_folder_that_adds_both_ends_adds_them_to_both_texts_of_a_pair(tmp_path: Path):
+    backend(None).save(str(tmp_path / "tokenizer.json"))
+    names = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True, "add_eos_token": True}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(names))
+    own = Tokenizer(tokenizer_from_folder(tmp_path))
+    assert own.special_tokens_around(1) == [[BOS], [END]]
+    assert own.special_tokens_around(2) == [[BOS], [END, BOS], [END]]

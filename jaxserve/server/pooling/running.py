@@ -81,7 +81,7 @@ class PooledRun:
                 if reason is FinishReason.ABORT:
                     if self._state.phase == "draining":
                         raise UnavailableError("The server is shutting down")
-                    raise HttpError(499, "The request was aborted", type="aborted", code="aborted")
+                    raise HttpError(499, "The request was aborted", type="request_aborted")
                 return PooledResult(read_vector(event.pooled), event.usage or Usage(len(request.prompt_ids), 0))
             raise RequestFailedError("the engine's events ended before the last one")
         finally:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any
 
 import numpy as np
 import pytest
 
 from jaxserve.api_types import EngineRequest
+from jaxserve.text.tokenizers.tokenizer import Tokenizer
 from tests.server.admin.test_metrics import scrape
 from tests.server.conftest import ServerUnderTest, over_asgi, over_socket
 from tests.server.fake_engine import QUEUE_FULL, vector_of
@@ -42,7 +44,7 @@ async def test_aborts_by_id(rid: str):
         names = await submitted(server, 3)
         assert (await server.http.post("/abort_request", json={"rid": rid})).json()["aborted"] == 3
         response = await task
-        assert (response.status_code, response.json()["error"]["code"]) == (499, "aborted")
+        assert (response.status_code, response.json()["error"]["type"]) == (499, "request_aborted")
         await assert_all_aborted(server, names)
 
 
@@ -145,3 +147,24 @@ async def test_clients_that_embed_and_chat_while_a_third_hangs_up(live_server: S
     await asyncio.gather(*map(client, range(64)))
     await live_server.state.idle.wait()
     assert live_server.engine.num_running == 0
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/score"])
+async def test_long_texts_are_tokenized_on_threads(path: str, monkeypatch: pytest.MonkeyPatch):
+    """The event loop goes on meanwhile."""
+    threads: list[str] = []
+    encode = Tokenizer.encode_batch
+
+    def recorded(*args: Any, **options: Any) -> list[list[int]]:
+        threads.append(threading.current_thread().name)
+        return encode(*args, **options)
+
+    monkeypatch.setattr(Tokenizer, "encode_batch", recorded)
+    async with over_asgi(task=only(EMBED)) as server:
+        for length, name in ((10, "MainThread"), (10_000, "tokenize_0")):
+            text = "a" * length
+            body = {"input": text} if path == "/v1/embeddings" else {"text_1": text, "text_2": "b"}
+            response = await server.http.post(path, json=body | {"truncate_prompt_tokens": -1})
+            assert response.status_code == 200
+            assert set(threads) == {name}
+            threads.clear()
