@@ -19,6 +19,7 @@ from jaxserve.engine.core.loop import EngineLoop
 from jaxserve.engine.process.main import run
 from jaxserve.engine.scheduling.admission import QueueLimits
 from jaxserve.engine.scheduling.scheduler import Scheduler
+from jaxserve.model_source.pooling import ModelTask, PooledTask, Pooling
 from jaxserve.observability import log
 from jaxserve.server.loading import EngineSource
 from jaxserve.server.serve import serve
@@ -63,6 +64,7 @@ def build_engine(config: EngineConfig) -> tuple[EngineLoop, EngineInfo]:
         token_buckets=(64, 4096),
         prompt_logprob_tokens=num_slots + 8,
         fine_decode_rows=config.cuda_graph_max_bs or num_slots,
+        pooled_size=1,
     )
     scheduler = Scheduler(
         capacity,
@@ -98,9 +100,9 @@ async def load(engine_config: EngineConfig, server_config: ServerConfig, source:
     """A tokenizer of bytes, and the engine process."""
     tokenizer = tiny_tokenizer()
     engine = await source.start_engine()
-    return LoadedModel(
-        engine, tokenizer, TinyTemplate(tokenizer), TEMPLATE, GrammarChecker(tokenizer), choose_formats(TEMPLATE)
-    )
+    task = ModelTask(pooled=PooledTask(kind="embed", pooling=Pooling("last"), size=1, normalize=False))
+    template, grammars = TinyTemplate(tokenizer), GrammarChecker(tokenizer)
+    return LoadedModel(engine, tokenizer, template, TEMPLATE, grammars, choose_formats(TEMPLATE), task)
 
 
 if __name__ == "__main__":

@@ -64,6 +64,7 @@ def build_engine(config: EngineConfig) -> tuple[EngineLoop, EngineInfo]:
         decode_buckets=(num_slots,),
         token_buckets=(64,),
         prompt_logprob_tokens=num_slots + 8,
+        pooled_size=1,
     )
     scheduler = Scheduler(
         capacity,

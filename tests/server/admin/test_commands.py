@@ -15,11 +15,19 @@ from jaxserve.engine.client import EngineClient
 from jaxserve.server.admin.profile import StartProfileRequest
 from jaxserve.server.anthropic.protocol import MessagesRequest
 from jaxserve.server.openai.protocol import CompletionRequest
+from jaxserve.server.pooling.protocol import (
+    EmbeddingRequest,
+    EncodeRequest,
+    PoolingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
 from jaxserve.server.responses_api.protocol import ResponsesRequest
 from jaxserve.server.sglang import tokenize
 from jaxserve.server.sglang.generate_protocol import GenerateRequest, GenerateSampling
 from tests.engine.fake_executor import VOCAB
 from tests.server.conftest import ServerUnderTest, over_asgi
+from tests.server.pooling.tasks import EMBED, both
 
 pytestmark = pytest.mark.process
 
@@ -41,6 +49,11 @@ FIELDS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ),
     ("/v1/responses", {"input": "a", "max_output_tokens": 2}, ResponsesRequest.__struct_fields__),
     ("/generate", {"input_ids": [5]}, GenerateRequest.__struct_fields__),
+    ("/v1/embeddings", {"input": [5]}, EmbeddingRequest.__struct_fields__),
+    ("/v1/rerank", {"query": "q", "documents": ["a"]}, RerankRequest.__struct_fields__),
+    ("/v1/score", {"text_1": "q", "text_2": "a"}, ScoreRequest.__struct_fields__),
+    ("/pooling", {"input": [5]}, PoolingRequest.__struct_fields__),
+    ("/encode", {"input_ids": [5]}, EncodeRequest.__struct_fields__),
 ]
 
 # This engine follows no grammars.
@@ -79,7 +92,7 @@ async def test_no_odd_request_ends_the_engine(tmp_path: Path):
     engine = await EngineClient.launch(config, module="tests.engine.fake_worker")
     assert engine.info.vocab_size == VOCAB
     try:
-        async with over_asgi() as server:
+        async with over_asgi(task=both(EMBED, size=1)) as server:
             fake, loaded = server.engine, server.state.loaded
             object.__setattr__(loaded, "engine", engine)
             for path, body in _bodies():
