@@ -123,11 +123,17 @@ def dense_folders(folder: Path) -> list[str]:
     return [path for kind, path in _entries(file) if kind == "Dense"] if file.is_file() else []
 
 
+def sentence_fields(folder: Path) -> Fields:
+    """Return the fields of the file that has prompts, and what makes scores of logits; none if there is no such
+    file."""
+    file = folder / _PROMPTS_FILE
+    return Fields(read_json(file) if file.is_file() else {}, str(file))
+
+
 def read_prompts(folder: Path) -> tuple[tuple[tuple[str, str], ...], str]:
     """Return the prompts by name, and the name of the one that texts have by default, "" for none."""
-    file = folder / _PROMPTS_FILE
-    fields = Fields(read_json(file) if file.is_file() else {}, str(file))
-    prompts = fields.object("prompts")
+    fields = sentence_fields(folder)
+    file, prompts = fields.where, fields.object("prompts")
     for name, text in prompts.items():
         if not isinstance(text, str):
             raise ConfigError(f"{file}: prompts: {name} should be a string, it is {abbreviate(text)}")

@@ -285,6 +285,29 @@ def test_labels(raw: dict[str, Any], labels: tuple[str, ...], activation: str, t
     assert task.pooling.layers == (PooledLayer("score", 8, len(labels)),)
 
 
+IDENTITY = {"activation_fn": "torch.nn.modules.linear.Identity"}
+
+
+@pytest.mark.parametrize(
+    ("raw", "files"),
+    [
+        (
+            {"architectures": ["Qwen3ForSequenceClassification"], "num_labels": 1,
+             "sentence_transformers": {"activation_fn": "torch.nn.modules.activation.Sigmoid"}},
+            {"modules.json": []},
+        ),
+        ({}, modules("LogitScore", LogitScore={"true_token_id": 4})),
+        ({}, modules("LogitScore", LogitScore={"true_token_id": 4, "false_token_id": 3})),
+    ],
+)  # fmt: skip
+def test_scores_of_sentence_transformers_may_be_logits(
+    raw: dict[str, Any], files: dict[str, Any], tmp_path: Path
+) -> None:
+    files = {**files, "config_sentence_transformers.json": IDENTITY}
+
+    assert pooled_of(tmp_path, raw, files).activation == "none"
+
+
 @pytest.mark.parametrize(
     "files",
     [
