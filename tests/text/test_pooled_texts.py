@@ -87,5 +87,6 @@ def test_prompts_come_first():
 
 def test_first_tokens():
     own = tokenizer("<s> $A </s>")
-    assert [first_tokens(own, "abc", count) for count in (0, 2, 3, 9)] == ["", "ab", "abc", "abc"]
+    assert [first_tokens(own, "abc", count) for count in (1, 2, 3, 9)] == ["a", "ab", "abc", "abc"]
     assert first_tokens(own, "aé", 2) == "a", "half a character is none"
+    assert first_tokens(own, "éa", 1) == "é", "but a text isn't empty"
