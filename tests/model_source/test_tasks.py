@@ -308,6 +308,13 @@ def test_scores_of_sentence_transformers_may_be_logits(
     assert pooled_of(tmp_path, raw, files).activation == "none"
 
 
+def test_what_a_template_of_pairs_is_rendered_with(tmp_path: Path) -> None:
+    limits = {"processing_kwargs": {"chat_template": {"add_generation_prompt": True}}}
+    files = {**modules("LogitScore", LogitScore={"true_token_id": 4}), "sentence_bert_config.json": limits}
+
+    assert pooled_of(tmp_path, {}, files).template_arguments == (("add_generation_prompt", True),)
+
+
 @pytest.mark.parametrize(
     "files",
     [
