@@ -155,7 +155,10 @@ def read_max_tokens(folder: Path) -> int | None:
     file = fields.where
     if fields.boolean("do_lower_case", False):
         raise ConfigError(f"{file}: do_lower_case=true is not supported: texts are encoded as they are")
-    return None if fields.get("max_seq_length") is None else fields.integer("max_seq_length", CONTEXT)
+    if fields.get("max_seq_length") is None:  # since version 5.4 it is the tokenizer's
+        most = _fields_of(folder / "tokenizer_config.json").get("model_max_length")
+        return most if isinstance(most, int) and most in CONTEXT else None
+    return fields.integer("max_seq_length", CONTEXT)
 
 
 def _fields_of(file: Path) -> Fields:

@@ -392,3 +392,19 @@ def test_drafts_need_a_model_that_generates(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="runner=pooling generates none"):
         EngineConfig(**settings, runner="pooling")
     assert fetch_served_checkpoint(EngineConfig(**settings, runner="generate")).task.generates
+
+
+@pytest.mark.parametrize(
+    ("limits", "tokenizer", "most"),
+    [
+        ({"max_seq_length": 7}, 9, 7),
+        ({}, 9, 9),
+        ({"max_seq_length": None}, 10**30, None),
+    ],
+)
+def test_how_many_tokens_a_text_may_have(
+    limits: dict[str, Any], tokenizer: int, most: int | None, tmp_path: Path
+) -> None:
+    files = {"sentence_bert_config.json": limits, "tokenizer_config.json": {"model_max_length": tokenizer}}
+
+    assert pooled_of(tmp_path, {}, EMBEDDER | files).max_tokens == most
