@@ -21,6 +21,7 @@ from jaxserve.api_types import (
 from jaxserve.config.data_parallel import require_single_process
 from jaxserve.config.load import from_arguments
 from jaxserve.config.schema import DEFAULT_MODEL, SHARED_SERVER_SETTINGS, ServerConfig
+from jaxserve.config.served_checkpoint import read_served_checkpoint
 from jaxserve.engine.client import InProcessEngine, SharedEngine, check_not_forked, is_forked
 from jaxserve.errors import ConfigError, InvalidRequestError
 from jaxserve.llm.generation import OfflineGeneration
@@ -34,7 +35,6 @@ from jaxserve.llm.outputs import (
     ScoringRequestOutput,
 )
 from jaxserve.llm.pooling import OfflinePooling, PooledUse, check_use
-from jaxserve.model_source.tasks import read_task
 from jaxserve.text.chat_template import ChatTemplate
 from jaxserve.text.grammars.checking import GrammarChecker
 from jaxserve.text.output import OutputDelta
@@ -73,13 +73,7 @@ class LLM:
             logger.warning(note)
         config = require_single_process(loaded.engine, "LLM")
         source = model_source.resolve(config.model)
-        self._task = read_task(
-            source,
-            model_source.read_config(source),
-            runner=config.runner,
-            convert=config.convert,
-            pooling=config.pooling,
-        )
+        self._task = read_served_checkpoint(config, source).task
         tokenizer = load_tokenizer(source)
         template = choose_chat_template(loaded.server.chat_template, tokenizer.chat_templates)
         self._template = ChatTemplate(template, tokenizer.special_tokens)
