@@ -64,8 +64,12 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Load:
     @contextlib.contextmanager
     def loaded(task: ModelTask, **settings: Any) -> Iterator[tuple[LLM, PoolingEngine]]:
         engine = PoolingEngine()
+<<<<<<< HEAD
         read = SimpleNamespace(task=task)
         monkeypatch.setattr("jaxserve.llm.llm.read_served_checkpoint", lambda *_: read)
+=======
+        monkeypatch.setattr("jaxserve.config.served_checkpoint.read_task", lambda *_, **__: task)
+>>>>>>> wt-hostile
         monkeypatch.setattr(InProcessEngine, "start", lambda _: engine)
         with LLM(write_tiny_model(tmp_path), **settings) as llm:
             yield llm, engine
@@ -125,6 +129,13 @@ def test_labels_and_rewards(load: Load) -> None:
         assert raw.outputs.probs == values.tolist()
     with load(only(REWARD)) as (llm, _):
         assert llm.reward("ab", use_tqdm=False)[0].outputs.data == vector_of([*b"ab"]).tolist()
+
+
+def test_the_task_is_that_of_the_config_with_overrides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(InProcessEngine, "start", lambda _: PoolingEngine())
+    settings: dict[str, Any] = {"runner": "pooling", "hf_overrides": {"classifier_from_token": ["a", "b", "c", "d"]}}
+    with LLM(write_tiny_model(tmp_path), **settings) as llm:
+        assert llm.classify("ab", use_tqdm=False)[0].outputs.label in ("a", "b", "c", "d")
 
 
 def test_what_a_model_is_not_for_is_refused(load: Load) -> None:

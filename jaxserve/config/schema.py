@@ -243,7 +243,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             description="largest share of the time that pooled requests take while others decode, by measured step "
             "times; 1: no limit"
         ),
-    ] = 0.12
+    ] = 0.1
     cuda_graph_max_bs: Annotated[
         int | None,
         Meta(description="decode batches up to this size get finely spaced programs; default: 160; on a CPU, few"),

@@ -25,12 +25,13 @@ from jaxserve.llm.outputs import (
 from jaxserve.model_source.pooling import ModelTask, PooledTask
 from jaxserve.text.chat_template import ChatTemplate
 from jaxserve.text.pair_forms import (
+    PairTemplate,
     WrittenPair,
     check_instruction,
     choose_form,
+    default_instruction,
     encode_pairs,
     encode_written_pairs,
-    pair_messages,
     qwen3_pair,
 )
 from jaxserve.text.pooled_texts import TextLimits, check_not_empty, encode_texts, with_prompt
@@ -84,6 +85,7 @@ class OfflinePooling:
         self._task = task
         self._template = template
         self._form = choose_form(task, chat_template, source)
+        self._pair_template = PairTemplate(task, source)
         self._numbers = itertools.count()
 
     def embed(
@@ -131,7 +133,10 @@ class OfflinePooling:
             check_not_empty(text, name)
         limits = TextLimits.of(self._engine.info.max_model_len, self._task, truncate_prompt_tokens)
         pairs = list(zip(first * (len(second) if len(first) == 1 else 1), second, strict=True))
-        check_instruction("tokenizer" if self._task.kind == "embed" else self._form, instruction)
+        if self._task.kind == "classify" and self._form == "template":
+            self._pair_template.check({}, None if instruction is None else ("instruction", instruction))
+        else:
+            check_instruction("tokenizer" if self._task.kind == "embed" else self._form, instruction)
         if self._task.kind == "classify":
             results = self._run(self._pair_ids(pairs, limits, names[1], instruction), use_tqdm)
             return [_output(event, ids, ScoringOutput(relevance(v, self._task))) for event, ids, v in results]
@@ -153,17 +158,20 @@ class OfflinePooling:
         self, pairs: list[tuple[str, str]], limits: TextLimits, names: list[str], instruction: str | None
     ) -> list[list[int]]:
         tokenizer = self._tokenizer
+        instruction = default_instruction(self._task) if instruction is None else instruction
         if self._form == "tokenizer":
+            pairs = [((instruction or "") + query, document) for query, document in pairs]
             return encode_pairs(tokenizer, pairs, limits, names)
         marks = self._marks
         if self._form == "qwen3_reranker":
             written = [qwen3_pair(query, document, instruction, marks) for query, document in pairs]
             return encode_written_pairs(tokenizer, marks, written, [[], []], limits, names)
-        said = {} if instruction is None else dict.fromkeys(("instruction", "instruct"), marks.escape(instruction))
+        told = None if instruction is None else marks.escape(instruction)
+        arguments = self._pair_template.arguments(told)
 
         def write(query: str, document: str) -> str:
-            messages = pair_messages(marks.escape(query), marks.escape(document))
-            return self._template.render(messages, add_generation_prompt=False, **said)
+            messages = self._pair_template.messages(marks.escape(query), marks.escape(document), told)
+            return self._template.render(messages, **arguments)
 
         written = [WrittenPair(write(*pair), write(pair[0], "")) for pair in pairs]
         return encode_written_pairs(tokenizer, marks, written, tokenizer.special_tokens_around(1), limits, names)

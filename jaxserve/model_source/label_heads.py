@@ -14,6 +14,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.model_source.architectures import ModelClass
 from jaxserve.model_source.fields import WIDTH, Fields, abbreviate
 from jaxserve.model_source.pooling import LabelActivation, PooledLayer, PooledTask, Pooling
+from jaxserve.model_source.sentence_modules import sentence_fields
 from jaxserve.model_source.source import ModelSource
 from jaxserve.model_source.token_ids import token_ids
 
@@ -49,7 +50,7 @@ class LabelHeads:
             last = PooledLayer("score.2", width, len(labels), has_bias=True)
             return _task((first, last), labels, "none", scores_pairs=len(labels) == 1)
         layer = PooledLayer("score", width, len(labels))
-        return _task((layer,), labels, _activation(self.fields, len(labels)), scores_pairs=len(labels) == 1)
+        return _task((layer,), labels, self._activation(len(labels)), scores_pairs=len(labels) == 1)
 
     def of_token_texts(self) -> PooledTask:
         """Return the task of the tokens that `classifier_from_token` names. Without a source, their ids are 0, 1, …
@@ -75,7 +76,7 @@ class LabelHeads:
             ids.append(one)
         if two_way:
             return self._of_two_tokens(ids, texts)
-        activation = _activation(fields, len(texts))
+        activation = self._activation(len(texts))
         return _task((self._rows(ids),), tuple(texts), activation, scores_pairs=len(texts) == 1)
 
     def of_scored_tokens(self, tokens: Sequence[int]) -> PooledTask:
@@ -84,8 +85,9 @@ class LabelHeads:
         if changed:
             raise ConfigError(f"{self.fields.where}: {changed} is not supported with scores that are logits of tokens")
         if len(tokens) == 2:
-            return self._of_two_tokens(tokens, ("false", "true"))
-        activation = _activation(self.fields, 1)
+            found = self._of_two_tokens(tokens, ("false", "true"))
+            return dataclasses.replace(found, activation="none") if self._activation(1) == "none" else found
+        activation = self._activation(1)
         return _task((self._rows(tokens),), ("true",), activation, scores_pairs=True, template=self._template)
 
     def of_reranker(self) -> PooledTask:
@@ -124,6 +126,28 @@ class LabelHeads:
     def _template(self) -> str:
         return "qwen3_reranker" if self.model.generative == _QWEN3 else ""
 
+    def _activation(self, labels: int) -> LabelActivation:
+        """Return what makes scores of logits, by default a probability of one label or among several."""
+        fields = self.fields
+        problem = fields.text("problem_type", "")
+        if problem:
+            if problem not in _PROBLEMS:
+                raise fields.error("problem_type", f"one of {', '.join(_PROBLEMS)}")
+            return _PROBLEMS[problem]
+        # sentence-transformers has written it to one file or the other
+        own = Fields(fields.object("sentence_transformers"), f"{fields.where}: sentence_transformers")
+        places = [(own, "activation_fn"), (fields, "sbert_ce_default_activation_function")]
+        if self.source is not None and self.source.kind != "gguf":
+            places.insert(0, (sentence_fields(self.source.path), "activation_fn"))
+        where, name = next((place for place in places if place[0].get(place[1])), places[-1])
+        function = where.text(name, "")
+        if not function:
+            return "sigmoid" if labels == 1 else "softmax"
+        found = _FUNCTIONS.get(function.rpartition(".")[2]) if function.startswith("torch.nn.modules.") else None
+        if found is None:
+            raise where.error(name, f"one of torch.nn.modules' {', '.join(_FUNCTIONS)}")
+        return found
+
 
 def _task(
     layers: tuple[PooledLayer, ...],
@@ -153,22 +177,3 @@ def _labels(fields: Fields, default: int) -> tuple[str, ...]:
     if names and {str(i) for i in range(count)} != set(names):
         raise fields.error("id2label", f"an object with a label for each id from 0 to {count - 1}")
     return tuple(map(str, labels))
-
-
-def _activation(fields: Fields, labels: int) -> LabelActivation:
-    """Return what makes scores of logits, by default a probability of one label or among several."""
-    problem = fields.text("problem_type", "")
-    if problem:
-        if problem not in _PROBLEMS:
-            raise fields.error("problem_type", f"one of {', '.join(_PROBLEMS)}")
-        return _PROBLEMS[problem]
-    own = Fields(fields.object("sentence_transformers"), f"{fields.where}: sentence_transformers")
-    where = own if own.get("activation_fn") else fields
-    name = "activation_fn" if where is own else "sbert_ce_default_activation_function"
-    function = where.text(name, "")
-    if not function:
-        return "sigmoid" if labels == 1 else "softmax"
-    found = _FUNCTIONS.get(function.rpartition(".")[2]) if function.startswith("torch.nn.modules.") else None
-    if found is None:
-        raise where.error(name, f"one of torch.nn.modules' {', '.join(_FUNCTIONS)}")
-    return found

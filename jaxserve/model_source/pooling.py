@@ -7,7 +7,7 @@ what they are for, and what the host makes of them.
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 PoolingMethod = Literal["last", "mean"]
 LayerActivation = Literal["none", "tanh", "relu", "gelu", "silu", "sigmoid"]
@@ -52,7 +52,8 @@ class PooledTask:
       well a document answers a query.
     - Texts get the prompt `default_prompt` of `prompts` in front, "" for none. They may have `max_tokens` tokens, if
       it isn't None.
-    - `pair_template` names how a query and a document become one text; "" is the tokenizer's own form of pairs.
+    - `pair_template` names how a query and a document become one text; "" is the tokenizer's own form of pairs. A chat
+      template that renders them gets `template_arguments`.
     """
 
     kind: Literal["embed", "classify"]
@@ -67,6 +68,7 @@ class PooledTask:
     default_prompt: str = ""
     max_tokens: int | None = None
     pair_template: str = ""
+    template_arguments: tuple[tuple[str, Any], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -123,11 +123,15 @@ def dense_folders(folder: Path) -> list[str]:
     return [path for kind, path in _entries(file) if kind == "Dense"] if file.is_file() else []
 
 
+def sentence_fields(folder: Path) -> Fields:
+    """Return the fields of the file that has prompts, and what makes scores of logits."""
+    return _fields_of(folder / _PROMPTS_FILE)
+
+
 def read_prompts(folder: Path) -> tuple[tuple[tuple[str, str], ...], str]:
     """Return the prompts by name, and the name of the one that texts have by default, "" for none."""
-    file = folder / _PROMPTS_FILE
-    fields = Fields(read_json(file) if file.is_file() else {}, str(file))
-    prompts = fields.object("prompts")
+    fields = sentence_fields(folder)
+    file, prompts = fields.where, fields.object("prompts")
     for name, text in prompts.items():
         if not isinstance(text, str):
             raise ConfigError(f"{file}: prompts: {name} should be a string, it is {abbreviate(text)}")
@@ -138,13 +142,28 @@ def read_prompts(folder: Path) -> tuple[tuple[tuple[str, str], ...], str]:
     return tuple(prompts.items()), default
 
 
+def read_template_arguments(folder: Path) -> tuple[tuple[str, Any], ...]:
+    """Return what a chat template is rendered with."""
+    fields = _fields_of(folder / _LIMITS_FILE)
+    inner = Fields(fields.object("processing_kwargs"), f"{fields.where}: processing_kwargs")
+    return tuple(inner.object("chat_template").items())
+
+
 def read_max_tokens(folder: Path) -> int | None:
     """Return the most tokens that a text may have, None if the files don't say."""
-    file = folder / _LIMITS_FILE
-    fields = Fields(read_json(file) if file.is_file() else {}, str(file))
+    fields = _fields_of(folder / _LIMITS_FILE)
+    file = fields.where
     if fields.boolean("do_lower_case", False):
         raise ConfigError(f"{file}: do_lower_case=true is not supported: texts are encoded as they are")
-    return None if fields.get("max_seq_length") is None else fields.integer("max_seq_length", CONTEXT)
+    if fields.get("max_seq_length") is None:  # since version 5.4 it is the tokenizer's
+        most = _fields_of(folder / "tokenizer_config.json").get("model_max_length")
+        return most if isinstance(most, int) and most in CONTEXT else None
+    return fields.integer("max_seq_length", CONTEXT)
+
+
+def _fields_of(file: Path) -> Fields:
+    """Return the fields of a file, none if there is no such file."""
+    return Fields(read_json(file) if file.is_file() else {}, str(file))
 
 
 def _entries(file: Path) -> list[tuple[str, str]]:

@@ -20,7 +20,13 @@ from jaxserve.model_source.gguf_config import GGUFPooling, pooling_of_gguf
 from jaxserve.model_source.gguf_metadata import GGUFMetadata
 from jaxserve.model_source.label_heads import TOKENS, LabelHeads
 from jaxserve.model_source.pooling import ModelTask, PooledTask, Pooling, PoolingMethod
-from jaxserve.model_source.sentence_modules import SentenceModules, read_max_tokens, read_modules, read_prompts
+from jaxserve.model_source.sentence_modules import (
+    SentenceModules,
+    read_max_tokens,
+    read_modules,
+    read_prompts,
+    read_template_arguments,
+)
 from jaxserve.model_source.source import ModelSource
 
 Runner = Literal["auto", "generate", "pooling"]
@@ -156,8 +162,13 @@ class _Checkpoint:
         prompts, default = read_prompts(self._folder)
         if self._pooler is not None:
             self._pooler.check_prompts(bool(prompts))
-        limit = read_max_tokens(self._folder)
-        return dataclasses.replace(task, prompts=prompts, default_prompt=default, max_tokens=limit)
+        return dataclasses.replace(
+            task,
+            prompts=prompts,
+            default_prompt=default,
+            max_tokens=read_max_tokens(self._folder),
+            template_arguments=read_template_arguments(self._folder),
+        )
 
     def _check_layers(self, task: PooledTask) -> None:
         width = self._width

@@ -124,7 +124,10 @@ class ChatTemplate:
         return self._render_unfinished(prepared, kwargs)
 
     def turn_end(self) -> str:
-        """Return what the template writes after the content of an assistant's last message; "" if it fails."""
+        """Return what the template writes after the content of an assistant's last message; "" if it fails, or there is
+        none."""
+        if self._template is None:
+            return ""
         question, answer = {"role": "user", "content": "x"}, {"role": "assistant", "content": _PROBES[0]}
         rendered = self._try([self._prepare(question), self._prepare(answer)])
         return rendered.rpartition(_PROBES[0])[2] if _PROBES[0] in rendered else ""

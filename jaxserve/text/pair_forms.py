@@ -8,8 +8,8 @@ texts that a client has written in the model's form itself.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.model_source.pooling import PooledTask
@@ -30,6 +30,12 @@ _INSTRUCTION = "Given a web search query, retrieve relevant passages that answer
 # A template that has both roles as vLLM names them, or this mark of SGLang's template, renders pairs.
 _ROLES = (re.compile("""["']query["']"""), re.compile("""["']document["']"""))
 _MARK = "<Document>"
+_SYSTEM = re.compile("""["']system["']""")
+_WORD = re.compile(r"[^\W\d]\w*")
+# The variables with an instruction: vLLM's and SGLang's name
+_INSTRUCTIONS = ("instruction", "instruct")
+# What a template gets besides the arguments of a request
+_OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "self")
 
 
 class WrittenPair(NamedTuple):
@@ -55,9 +61,40 @@ def is_pair_template(source: str) -> bool:
     return _MARK in source or all(role.search(source) for role in _ROLES)
 
 
-def pair_messages(query: str, document: str) -> list[dict[str, str]]:
-    """Return a pair as the messages that a template renders."""
-    return [{"role": "query", "content": query}, {"role": "document", "content": document}]
+class PairTemplate:
+    """How a chat template with the source `source` is asked to render a pair.
+
+    An instruction is a variable of it, or a message of the role system, as with sentence-transformers.
+    """
+
+    def __init__(self, task: PooledTask, source: str) -> None:
+        self._words = frozenset(_WORD.findall(source))
+        self._reads_system = _SYSTEM.search(source) is not None
+        self._task = task
+
+    def check(self, arguments: Mapping[str, Any], asked: tuple[str, str] | None) -> None:
+        """Raise `InvalidRequestError` for arguments, or the field and text of an instruction, that change nothing."""
+        for name in arguments:
+            if name in _OWN_VARIABLES or name not in self._words:
+                param = f"chat_template_kwargs.{name[:100]}"
+                raise InvalidRequestError(
+                    f"{param}: the template of queries and documents takes no such variable; leave it out", param=param
+                )
+        if asked is not None and not self._reads_system and self._words.isdisjoint(_INSTRUCTIONS):
+            check_instruction("tokenizer", asked[1], param=asked[0])
+
+    def messages(self, query: str, document: str, instruction: str | None) -> list[dict[str, str]]:
+        """Return the messages that it renders."""
+        pair = [{"role": "query", "content": query}, {"role": "document", "content": document}]
+        told = instruction is not None and self._reads_system
+        return [{"role": "system", "content": str(instruction)}, *pair] if told else pair
+
+    def arguments(self, instruction: str | None, more: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Return the arguments of a rendering, of which a request brings `more`."""
+        arguments = {"add_generation_prompt": False, **dict(self._task.template_arguments), **(more or {})}
+        if instruction is not None:
+            arguments |= dict.fromkeys(_INSTRUCTIONS, instruction)
+        return arguments
 
 
 def qwen3_pair(query: str, document: str, instruction: str | None, marks: EscapedMarks) -> WrittenPair:
@@ -67,6 +104,11 @@ def qwen3_pair(query: str, document: str, instruction: str | None, marks: Escape
     asked = marks.escape(_INSTRUCTION if instruction is None else instruction)
     before = f"{_BEFORE}<Instruct>: {asked}\n<Query>: {marks.escape(query)}\n<Document>: "
     return WrittenPair(before + marks.escape(document) + _AFTER, before + _AFTER)
+
+
+def default_instruction(task: PooledTask) -> str | None:
+    """Return the instruction of pairs that ask for none, None if the model has none of its own."""
+    return dict(task.prompts).get(task.default_prompt) or None
 
 
 def encode_written_pairs(

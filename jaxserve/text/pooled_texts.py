@@ -99,9 +99,9 @@ def check_not_empty(value: str | list[int], name: str) -> None:
 
 
 def first_tokens(tokenizer: Tokenizer, text: str, count: int) -> str:
-    """Return the beginning of a text, of `count` tokens without special ones."""
+    """Return the beginning of a text, of `count` tokens without special ones, but at least a character."""
     offsets = tokenizer.text_offsets(text, add_special_tokens=False)
-    return text if len(offsets) <= count else text[: offsets[count]]
+    return text if len(offsets) <= count else text[: max(offsets[count], 1)]
 
 
 def with_prompt(task: PooledTask, texts: Sequence[str], prompt_name: str | None) -> list[str]:

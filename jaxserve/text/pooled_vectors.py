@@ -77,10 +77,9 @@ def relevance(vector: Vector, task: PooledTask, *, activates: bool = True) -> fl
 
     Without activation, two labels of which one is right give the difference of their logits, as one label would.
     """
-    if activates:
+    if activates and task.activation != "none":
         return label_values(vector, task.activation)[-1]
-    is_choice = task.activation == "softmax" and vector.size == 2
-    return float(vector[-1]) - (float(vector[0]) if is_choice else 0.0)
+    return float(vector[-1]) - (float(vector[0]) if vector.size == 2 else 0.0)
 
 
 def cosine(one: Vector, other: Vector) -> float:

@@ -285,6 +285,36 @@ def test_labels(raw: dict[str, Any], labels: tuple[str, ...], activation: str, t
     assert task.pooling.layers == (PooledLayer("score", 8, len(labels)),)
 
 
+IDENTITY = {"activation_fn": "torch.nn.modules.linear.Identity"}
+
+
+@pytest.mark.parametrize(
+    ("raw", "files"),
+    [
+        (
+            {"architectures": ["Qwen3ForSequenceClassification"], "num_labels": 1,
+             "sentence_transformers": {"activation_fn": "torch.nn.modules.activation.Sigmoid"}},
+            {"modules.json": []},
+        ),
+        ({}, modules("LogitScore", LogitScore={"true_token_id": 4})),
+        ({}, modules("LogitScore", LogitScore={"true_token_id": 4, "false_token_id": 3})),
+    ],
+)  # fmt: skip
+def test_scores_of_sentence_transformers_may_be_logits(
+    raw: dict[str, Any], files: dict[str, Any], tmp_path: Path
+) -> None:
+    files = {**files, "config_sentence_transformers.json": IDENTITY}
+
+    assert pooled_of(tmp_path, raw, files).activation == "none"
+
+
+def test_what_a_template_of_pairs_is_rendered_with(tmp_path: Path) -> None:
+    limits = {"processing_kwargs": {"chat_template": {"add_generation_prompt": True}}}
+    files = {**modules("LogitScore", LogitScore={"true_token_id": 4}), "sentence_bert_config.json": limits}
+
+    assert pooled_of(tmp_path, {}, files).template_arguments == (("add_generation_prompt", True),)
+
+
 @pytest.mark.parametrize(
     "files",
     [
@@ -362,3 +392,19 @@ def test_drafts_need_a_model_that_generates(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="runner=pooling generates none"):
         EngineConfig(**settings, runner="pooling")
     assert fetch_served_checkpoint(EngineConfig(**settings, runner="generate")).task.generates
+
+
+@pytest.mark.parametrize(
+    ("limits", "tokenizer", "most"),
+    [
+        ({"max_seq_length": 7}, 9, 7),
+        ({}, 9, 9),
+        ({"max_seq_length": None}, 10**30, None),
+    ],
+)
+def test_how_many_tokens_a_text_may_have(
+    limits: dict[str, Any], tokenizer: int, most: int | None, tmp_path: Path
+) -> None:
+    files = {"sentence_bert_config.json": limits, "tokenizer_config.json": {"model_max_length": tokenizer}}
+
+    assert pooled_of(tmp_path, {}, EMBEDDER | files).max_tokens == most

@@ -166,6 +166,7 @@ def test_an_invalid_template_is_a_config_error() -> None:
 def test_the_error_without_a_template_names_a_remedy() -> None:
     with pytest.raises(InvalidRequestError, match="--chat-template FILE"):
         template(None).render(HI)
+    assert template(None).turn_end() == ""
 
 
 def test_continue_final_message_ends_with_the_last_message() -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from jaxserve.errors import ContextLengthError, InvalidRequestError
 from jaxserve.text.pair_forms import (
+    PairTemplate,
     check_instruction,
     choose_form,
     encode_pairs,
@@ -115,6 +116,9 @@ def test_a_template_gets_the_special_tokens_that_it_does_not_write():
 def test_an_instruction_without_a_place_is_refused():
     check_instruction("tokenizer", None)
     check_instruction("template", "x")
+    PairTemplate(RERANK, "{{ messages }}").check({}, None)
+    with pytest.raises(InvalidRequestError, match="instruct: this model's form"):
+        PairTemplate(RERANK, "{{ messages }}").check({}, ("instruct", "x"))
     with pytest.raises(InvalidRequestError, match="instruct: this model's form") as error:
         check_instruction("tokenizer", "x", param="instruct")
     assert error.value.param == "instruct"

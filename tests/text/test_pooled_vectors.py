@@ -66,6 +66,7 @@ def test_the_relevance_is_that_of_the_last_label():
     choice = np.asarray([-1, 2], np.float32)
     assert relevance(choice, RERANK) == pytest.approx(1 / (1 + np.exp(-3)))
     assert relevance(choice, RERANK, activates=False) == 3, "the logit of a single label that says the same"
+    assert relevance(choice, dataclasses.replace(RERANK, activation="none")) == 3
     single = dataclasses.replace(RERANK, activation="sigmoid")
     assert relevance(choice[1:], single) == pytest.approx(1 / (1 + np.exp(-2)))
     assert relevance(choice[1:], single, activates=False) == 2

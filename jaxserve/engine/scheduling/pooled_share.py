@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from jaxserve.engine.scheduling.step_times import StepTimes
 
-# A prompt is computed in parts of at least this many tokens: smaller ones take longer in all.
-_LEAST_TOKENS = 128
+# Pooled requests are computed in parts of about so many tokens: smaller ones take longer in all.
+_PART = 128
 
 
 class PooledShare:
@@ -31,34 +31,28 @@ class PooledShare:
     def earn(self, num_decodes: Sequence[int]) -> None:
         """Count a step with `num_decodes[i]` decodes on rank i."""
         assert self._ratio is not None
-        decodes = max(num_decodes)
-        alone = self._times.of_step(decodes)
-        most = self._cost(decodes, self._most_tokens)
-        if alone is not None:
-            self._seconds += self._ratio * alone
-        if most is not None:
-            self._seconds = min(self._seconds, most)
+        self._seconds += self._ratio * (self._times.of_step(max(num_decodes)) or 0.0)
+        self._seconds = min(self._seconds, self._cost(max(num_decodes), self._most_tokens))
 
     def tokens(self, num_decodes: Sequence[int], waiting: int) -> int:
-        """Return how many of the `waiting` tokens of the first pooled request, or of others after it, the next step may
-        compute on each rank; 0 until there is time for a part of it.
-
-        Until such a step was measured, it may have one part.
-        """
-        decodes, least = max(num_decodes), min(waiting, _LEAST_TOKENS)
-        cost = self._cost(decodes, least)
-        if cost is None:
-            return least
-        if cost > self._seconds:
+        """Return how many of the `waiting` tokens of pooled requests the next step may compute on each rank: as many
+        as fill its program, or 0 until there is time for a part."""
+        decodes = max(num_decodes)
+        alone = self._times.of_step(decodes)
+        if alone is None:
             return 0
-        most = self._times.most_tokens(self._seconds + (self._times.of_step(decodes) or 0.0)) - decodes
-        return min(max(most, least), self._most_tokens)
+        size = self._times.mixed_size(max(decodes + 1, min(waiting, _PART)))
+        if self._cost(decodes, size - decodes) > self._seconds:
+            return 0
+        if waiting > size - decodes:
+            size = max(size, self._times.most_tokens(self._seconds + alone))
+        return min(size - decodes, self._most_tokens)
 
     def spend(self, num_decodes: Sequence[int], tokens: int) -> None:
         """Subtract the time for `tokens` tokens beside the decodes of a step."""
-        self._seconds -= self._cost(max(num_decodes), tokens) or 0.0
+        self._seconds -= self._cost(max(num_decodes), tokens)
 
-    def _cost(self, decodes: int, tokens: int) -> float | None:
-        """Return the seconds by which `tokens` tokens lengthen a step of decodes, None if that was never measured."""
-        together, alone = self._times.of_mixed(decodes + tokens), self._times.of_step(decodes)
-        return None if together is None or alone is None else max(together - alone, 0.0)
+    def _cost(self, decodes: int, tokens: int) -> float:
+        """Return the seconds by which `tokens` tokens lengthen a step of decodes; 0 if none was measured yet."""
+        together, alone = self._times.guess_mixed(decodes + tokens), self._times.of_step(decodes)
+        return 0.0 if together is None or alone is None else max(together - alone, 0.0)

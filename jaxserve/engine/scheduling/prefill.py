@@ -77,7 +77,7 @@ class PrefillChooser:
         admit = admit and table.num_waiting > 0 and any(rank.num_free_slots for rank in table.ranks)
         if not partial and not admit:
             return []
-        shared = self._shares_time(partial)
+        shared = self._shares_time(num_decodes, partial)
         pooled_tokens = self._pooled_tokens(num_decodes, partial) if shared else None
         budget = PrefillBudget(
             num_decodes,
@@ -131,18 +131,17 @@ class PrefillChooser:
             added = rank.pool.pages_for(planned + length) - held
             promised[rank.index] = [pages + added for pages in promised[rank.index]]
 
-    def _shares_time(self, partial: list[Request]) -> bool:
+    def _shares_time(self, num_decodes: Sequence[int], partial: list[Request]) -> bool:
         """Return whether there are pooled requests, and others decode."""
         waits = len(self._table.pooled_waiting) > 0 or any(request.pooled for request in partial)
-        return waits and self._pooled_share.is_limited and any(rank.decoding for rank in self._table.ranks)
+        decodes = any(num_decodes) or any(rank.decoding for rank in self._table.ranks)
+        return waits and decodes and self._pooled_share.is_limited
 
     def _pooled_tokens(self, num_decodes: Sequence[int], partial: list[Request]) -> int:
         """Return how many tokens of pooled requests the step may have on each rank."""
         self._pooled_share.earn(num_decodes)
         rests = [request.num_fill_tokens - request.num_planned_tokens for request in partial if request.pooled]
-        first = next(self._table.pooled_waiting.in_order(), None)
-        rest = rests[0] if rests else self._prefill_tokens if first is None else first.num_fill_tokens
-        return self._pooled_share.tokens(num_decodes, rest)
+        return self._pooled_share.tokens(num_decodes, sum(rests) + self._table.pooled_waiting.num_tokens)
 
     def _limit(self, budget: PrefillBudget, rank: Rank, num_tokens: int) -> None:
         """Reduce the budget of a step for a prompt that takes several steps, while others decode."""

@@ -17,20 +17,27 @@ class StepTimes:
         self._costs = StepCosts()
 
     def count_step(self, plan: StepPlan, seconds: float) -> None:
-        """Count the duration of a step without drafts."""
-        kind = plan.kind
+        """Count the duration of a step."""
+        kind, ranks = plan.kind, self._capacity.num_ranks
+        if kind in ("decode", "verify") and not plan.draft_reads:
+            self._costs.add(("alone", self._capacity.bucket("decode", plan.max_rank_rows(ranks))), seconds)
         if kind in ("decode", "mixed") and not plan.num_drafts:
-            self._costs.add((kind, self._capacity.bucket(kind, plan.size(self._capacity.num_ranks))), seconds)
+            self._costs.add((kind, self._capacity.bucket(kind, plan.size(ranks))), seconds)
 
     def of_decodes(self, rows: int) -> float | None:
         """Return the seconds of a step of decodes, or None if none was measured."""
         return self._costs.of(("decode", self._capacity.bucket("decode", rows)))
 
-    def of_step(self, tokens: int) -> float | None:
-        """Return the seconds of a step without prompts; those of one with prompts if only such were measured, or if it
-        has runs of forced tokens."""
-        found = self.of_decodes(tokens) if tokens <= self._capacity.decode_buckets[-1] else None
-        return self.of_mixed(tokens) if found is None else found
+    def of_step(self, rows: int) -> float | None:
+        """Return the seconds of a step without prompts, with or without drafts, of this many rows.
+
+        Before one was measured, or for more rows than decode at once (runs of forced tokens), it is taken to be one
+        with prompts of as many tokens.
+        """
+        found = None
+        if rows <= self._capacity.decode_buckets[-1]:
+            found = self._costs.of(("alone", self._capacity.bucket("decode", rows)))
+        return self.guess_mixed(rows) if found is None else found
 
     def mixed_size(self, tokens: int) -> int:
         """Return the size of the program that holds a step with prompts of this many tokens in all."""
@@ -39,6 +46,19 @@ class StepTimes:
     def of_mixed(self, tokens: int) -> float | None:
         """Return the seconds of a step with prompts, less if it was measured long ago, or None if it never was."""
         return self._costs.hoped(("mixed", self.mixed_size(tokens)))
+
+    def guess_mixed(self, tokens: int) -> float | None:
+        """Return the seconds of a step with prompts of this many tokens, or None if none with prompts was measured.
+
+        A program that was never measured is taken to need as long for each token as the largest one that was.
+        """
+        size = self.mixed_size(tokens)
+        known = self.of_mixed(size)
+        measured = [(other, found) for other in self._capacity.buckets("mixed") if (found := self.of_mixed(other))]
+        if known is not None or not measured:
+            return known
+        largest, seconds = measured[-1]
+        return seconds * size / largest
 
     def most_tokens(self, seconds: float) -> int:
         """Return the most tokens of a step with prompts that takes at most `seconds`: at least the smallest program's.

@@ -14,12 +14,13 @@ from jaxserve.server.generation.prompts import LONG, run_off_event_loop, split_p
 from jaxserve.server.pooling.protocol import PairFields, TextFields
 from jaxserve.server.server_state import LoadedModel, ServerState
 from jaxserve.text.pair_forms import (
+    PairTemplate,
     WrittenPair,
     check_instruction,
     choose_form,
+    default_instruction,
     encode_pairs,
     encode_written_pairs,
-    pair_messages,
     qwen3_pair,
 )
 from jaxserve.text.pooled_texts import TextLimits, check_not_empty, encode_texts, first_tokens, with_prompt
@@ -109,28 +110,33 @@ async def read_pairs(
 ) -> list[list[int]]:
     """Return the ids of each pair of a query and a document. Errors call the documents by their `names`."""
     form = choose_form(task, state.config.chat_template, loaded.template_source)
-    asked, limits = request.asked(), _limits(loaded, task, request)
-    if asked is not None:
-        check_instruction(form, asked[1], param=asked[0])
-    if request.chat_template_kwargs and form != "template":
+    template = PairTemplate(task, loaded.template_source)
+    asked, limits, arguments = request.asked(), _limits(loaded, task, request), request.chat_template_kwargs or {}
+    if form == "template":
+        template.check(arguments, asked)
+    elif arguments:
         raise InvalidRequestError(
             "chat_template_kwargs needs a chat template for queries and documents; start the server with "
             "--chat-template, or send instruction",
             param="chat_template_kwargs",
         )
-    instruction = None if asked is None else asked[1]
+    elif asked is not None:
+        check_instruction(form, asked[1], param=asked[0])
+    instruction = default_instruction(task) if asked is None else asked[1]
     size = sum(len(query) + len(document) for query, document in pairs)
     shortened = await run_off_event_loop(state, size, lambda: _shorten(loaded, request, pairs))
     tokenizer = loaded.tokenizer
     if form == "tokenizer":
-        return await run_off_event_loop(state, size, lambda: encode_pairs(tokenizer, shortened, limits, names))
+        told = [((instruction or "") + query, document) for query, document in shortened]
+        return await run_off_event_loop(state, size, lambda: encode_pairs(tokenizer, told, limits, names))
     marks = await _marks(state, loaded)
     written: list[WrittenPair] = []
     if form == "template":
-        arguments = {**(request.chat_template_kwargs or {})}
-        if instruction is not None:
-            arguments |= dict.fromkeys(("instruction", "instruct"), instruction)
-        written = [await _render_pair(loaded, marks, pair, arguments, limits) for pair in shortened]
+        instruction = None if instruction is None else marks.escape(instruction)
+        arguments = template.arguments(instruction, marks.escape(arguments))
+        written = [
+            await _render_pair(loaded, marks, template, pair, instruction, arguments, limits) for pair in shortened
+        ]
 
     def encode() -> list[list[int]]:
         ready = written or [qwen3_pair(query, document, instruction, marks) for query, document in shortened]
@@ -199,13 +205,17 @@ async def _marks(state: ServerState, loaded: LoadedModel) -> EscapedMarks:
 
 
 async def _render_pair(
-    loaded: LoadedModel, marks: EscapedMarks, pair: tuple[str, str], arguments: dict[str, Any], limits: TextLimits
+    loaded: LoadedModel,
+    marks: EscapedMarks,
+    template: PairTemplate,
+    pair: tuple[str, str],
+    instruction: str | None,
+    arguments: dict[str, Any],
+    limits: TextLimits,
 ) -> WrittenPair:
     query, document = map(marks.escape, pair)
     written = [
-        await loaded.chat_template.render(
-            pair_messages(query, text), add_generation_prompt=False, **marks.escape(arguments)
-        )
+        await loaded.chat_template.render(template.messages(query, text, instruction), **arguments)
         for text in ((document, "") if limits.truncates else (document,))
     ]
     return WrittenPair(written[0], written[-1])

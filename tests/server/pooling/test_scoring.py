@@ -152,6 +152,35 @@ async def test_a_template_of_queries_and_documents():
         assert server.engine.submitted[-1].prompt_ids == [*b"find: q ? abc", END_ID]
 
 
+async def test_a_template_of_sentence_transformers():
+    """It reads an instruction, or the model's default prompt, from a message of the role system."""
+    template = (
+        "{% set instruction = messages | selectattr('role', 'eq', 'system') | map(attribute='content') | first | "
+        "default('find') %}{{ instruction }}: {{ (messages | selectattr('role', 'eq', 'query') | first).content }} ? "
+        "{{ (messages | selectattr('role', 'eq', 'document') | first).content }}{{ '!' if add_generation_prompt }}"
+    )
+    arguments = (("add_generation_prompt", True),)
+    body: dict[str, Any] = {"query": "q", "documents": ["d"]}
+    async with over_asgi(template, task=only(QWEN3, template_arguments=arguments)) as server:
+        for more, text in (({}, b"find: q ? d!"), ({"instruction": "<s>"}, b"<s>: q ? d!")):
+            await ask(server, "/v1/rerank", **body, **more)
+            assert server.engine.submitted[-1].prompt_ids == [*text]
+    async with over_asgi(template, task=only(QWEN3, **PROMPTS)) as server:
+        await ask(server, "/v1/rerank", **body)
+        assert server.engine.submitted[-1].prompt_ids == [*b"Q: : q ? d"]
+    async with over_asgi(task=only(RERANK, **PROMPTS)) as server:
+        await ask(server, "/v1/rerank", **body)
+        assert server.engine.submitted[-1].prompt_ids == [*b"Q: qd"]
+
+
+@pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt", "self", "unknown"])
+async def test_arguments_that_a_template_of_pairs_does_not_take(name: str):
+    async with over_asgi(SCORE_TEMPLATE, task=only(QWEN3)) as server:
+        arguments = {"chat_template_kwargs": {name: True}}
+        error = await refusal(server, "/rerank", query="q", documents=["d"], **arguments)
+        assert error["param"] == f"chat_template_kwargs.{name}"
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param", "words"),
     [
