@@ -92,7 +92,7 @@ def test_first_tokens():
     own = tokenizer("<s> $A </s>")
     assert [first_tokens(own, "abc", count) for count in (1, 2, 3, 9)] == ["a", "ab", "abc", "abc"]
     assert first_tokens(own, "aé", 2) == "a", "half a character is none"
-<<<<<<< HEAD
+    assert first_tokens(own, "éa", 1) == "é", "but a text isn't empty"
 
 
 def test_a_folder_that_adds_both_ends_adds_them_to_both_texts_of_a_pair(tmp_path: Path):
@@ -102,6 +102,3 @@ def test_a_folder_that_adds_both_ends_adds_them_to_both_texts_of_a_pair(tmp_path
     own = Tokenizer(tokenizer_from_folder(tmp_path))
     assert own.special_tokens_around(1) == [[BOS], [END]]
     assert own.special_tokens_around(2) == [[BOS], [END, BOS], [END]]
-=======
-    assert first_tokens(own, "éa", 1) == "é", "but a text isn't empty"
->>>>>>> wt-hostile
