@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -64,12 +63,7 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Load:
     @contextlib.contextmanager
     def loaded(task: ModelTask, **settings: Any) -> Iterator[tuple[LLM, PoolingEngine]]:
         engine = PoolingEngine()
-<<<<<<< HEAD
-        read = SimpleNamespace(task=task)
-        monkeypatch.setattr("jaxserve.llm.llm.read_served_checkpoint", lambda *_: read)
-=======
         monkeypatch.setattr("jaxserve.config.served_checkpoint.read_task", lambda *_, **__: task)
->>>>>>> wt-hostile
         monkeypatch.setattr(InProcessEngine, "start", lambda _: engine)
         with LLM(write_tiny_model(tmp_path), **settings) as llm:
             yield llm, engine

@@ -54,7 +54,7 @@ def main(argv: list[str]) -> int:
 def as_text(plan: CapacityReport) -> str:
     """Return the plan as text."""
     made, capacity = plan.deployment, plan.deployment.capacity
-    peak = plan.target.peak_flops.get(made.dtype.name)
+    peak, decodes = plan.target.peak_flops.get(made.dtype.name), made.model.config.generates
     parts = [
         f"{made.config.model} in {made.dtype.name} on {plan.num_devices} x {plan.target.name}{_ranks(plan)} "
         f"({plan.target.memory_bytes / _GIB:.1f} GiB, {plan.target.memory_bandwidth / 1e12:.2f} TB/s, "
@@ -65,8 +65,12 @@ def as_text(plan: CapacityReport) -> str:
         f"largest context: {capacity.max_model_len:,} tokens\n"
         f"largest batch: {plan.num_slots} requests; "
         + ", ".join(f"{plan.max_requests(context)} of {context:,} tokens" for context in plan.contexts),
-        "decode, tokens a second at best (rows: batch, columns: context)\n" + _decode_table(plan),
-        *([_step_line(plan)] if made.stages else []),
+        *(
+            ["decode, tokens a second at best (rows: batch, columns: context)\n" + _decode_table(plan)]
+            if decodes
+            else []
+        ),
+        *([_step_line(plan)] if made.stages and decodes else []),
         "prefill, tokens a second at best: " + _prefill_line(plan),
     ]
     if plan.predictions:
@@ -266,7 +270,7 @@ def as_json(plan: CapacityReport) -> dict[str, Any]:
                 "limit": limit,
                 "step_seconds": plan.step_seconds(batch, context),
             }
-            for batch in plan.batches
+            for batch in (plan.batches if made.model.config.generates else ())
             for context in plan.contexts
             if (limit := plan.decode_limit(batch, context)) is not None
         ],

@@ -165,7 +165,7 @@ class OfflinePooling:
         marks = self._marks
         if self._form == "qwen3_reranker":
             written = [qwen3_pair(query, document, instruction, marks) for query, document in pairs]
-            return encode_written_pairs(tokenizer, marks, written, [[], []], limits, names)
+            return encode_written_pairs(tokenizer, marks, written, limits, names)
         told = None if instruction is None else marks.escape(instruction)
         arguments = self._pair_template.arguments(told)
 
@@ -174,7 +174,7 @@ class OfflinePooling:
             return self._template.render(messages, **arguments)
 
         written = [WrittenPair(write(*pair), write(pair[0], "")) for pair in pairs]
-        return encode_written_pairs(tokenizer, marks, written, tokenizer.special_tokens_around(1), limits, names)
+        return encode_written_pairs(tokenizer, marks, written, limits, names)
 
     def _vectors(
         self,

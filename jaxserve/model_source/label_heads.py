@@ -80,15 +80,18 @@ class LabelHeads:
         return _task((self._rows(ids),), tuple(texts), activation, scores_pairs=len(texts) == 1)
 
     def of_scored_tokens(self, tokens: Sequence[int]) -> PooledTask:
-        """Return the task of a score that is the logit of a token, after the one that says the opposite, if any."""
+        """Return the task of a score that is the logit of a token, after the one that says the opposite, if any.
+
+        As with sentence-transformers, a template that comes with the checkpoint writes pairs, or the tokenizer does.
+        """
         changed = next((name for name in _CHANGES_LOGITS if self.fields.get(name, 1) != 1), None)
         if changed:
             raise ConfigError(f"{self.fields.where}: {changed} is not supported with scores that are logits of tokens")
         if len(tokens) == 2:
-            found = self._of_two_tokens(tokens, ("false", "true"))
+            found = dataclasses.replace(self._of_two_tokens(tokens, ("false", "true")), pair_template="")
             return dataclasses.replace(found, activation="none") if self._activation(1) == "none" else found
         activation = self._activation(1)
-        return _task((self._rows(tokens),), ("true",), activation, scores_pairs=True, template=self._template)
+        return _task((self._rows(tokens),), ("true",), activation, scores_pairs=True)
 
     def of_reranker(self) -> PooledTask:
         """Return the task of a Qwen3-Reranker as published: its config is that of any Qwen3, its answers are no or yes.

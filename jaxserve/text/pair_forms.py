@@ -115,26 +115,25 @@ def encode_written_pairs(
     tokenizer: Tokenizer,
     marks: EscapedMarks,
     pairs: Sequence[WrittenPair],
-    around: Sequence[list[int]],
     limits: TextLimits,
     names: Sequence[str],
 ) -> list[list[int]]:
-    """Return the ids of pairs, between the special tokens `around` them. Errors call the documents by their `names`."""
+    """Return the ids of pairs, without special tokens beside those that are written in them, as transformers does.
+
+    Errors call the documents by their `names`.
+    """
     ids: list[list[int]] = []
     for pair, name in zip(pairs, names, strict=True):
         encoder = tokenizer if pair.spells else marks
         limits.check(encoder.min_num_tokens(pair.text), name, at_least=True)
         [whole] = encoder.encode_batch([pair.text], add_special_tokens=False)
-        before, after = around
-        if whole[: len(before)] == before:  # the template has written it itself
-            before = []
-        if len(before) + len(whole) + len(after) <= limits.longest:
-            ids.append([*before, *whole, *after])
+        if len(whole) <= limits.longest:
+            ids.append(whole)
             continue
         [fixed] = encoder.encode_batch([pair.without], add_special_tokens=False)
         start = _num_equal(whole, fixed)
         end = len(whole) - min(_num_equal(whole[::-1], fixed[::-1]), len(fixed) - start)
-        ids.append(limits.fit(before + whole[:start], whole[start:end], whole[end:] + after, name))
+        ids.append(limits.fit(whole[:start], whole[start:end], whole[end:], name))
     return ids
 
 

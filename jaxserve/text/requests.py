@@ -67,7 +67,10 @@ def pooled_requests(
     priority: int | None = None,
     cache_salt: str | None = None,
 ) -> list[EngineRequest]:
-    """Return a request for the vector of each prompt, named `name`-0, -1 and so on. See `sample_requests`."""
+    """Return a request for the vector of each prompt, named `name`-0, -1 and so on. See `sample_requests`.
+
+    They are one group: a full queue refuses all of them or none.
+    """
     _check_priority(priority or 0, info)
     namespace = _namespace(cache_salt)
     return [
@@ -75,7 +78,8 @@ def pooled_requests(
             request_id=f"{name}-{number}",
             prompt_ids=ids,
             sampling=_NOTHING,
-            group_id=f"{name}-{number}",
+            group_id=name,
+            sample=number,
             priority=priority or 0,
             namespace=namespace,
             pooled=True,

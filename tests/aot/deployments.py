@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jaxserve.config.schema import EngineConfig
+from jaxserve.model_source.pooling import ModelTask
 from jaxserve.models.registry import parse_model_config
 from jaxserve.runtime.devices.device import facts_of_target
 from jaxserve.runtime.devices.topology import target_mesh
@@ -59,15 +60,29 @@ PAGE_SIZES = {"nvidia-h200": 16, "tpu-v6e": 32}
 
 
 def deployment(
-    target: str, config: dict[str, Any], *, tensor: int, data: int = 1, attention: str = "auto", kv: str = "auto"
+    target: str,
+    config: dict[str, Any],
+    *,
+    tensor: int,
+    data: int = 1,
+    attention: str = "auto",
+    kv: str = "auto",
+    task: ModelTask | None = None,
 ) -> ProgramBuilder:
     """Return the program builder that `build_engine` would make on that device, in bfloat16."""
-    made = deployed(target, config, tensor=tensor, data=data, attention=attention, kv=kv)
+    made = deployed(target, config, tensor=tensor, data=data, attention=attention, kv=kv, task=task)
     return made.builder(target_mesh(target, tensor=tensor, data=data))
 
 
 def deployed(
-    target: str, config: dict[str, Any], *, tensor: int, data: int = 1, attention: str = "auto", kv: str = "auto"
+    target: str,
+    config: dict[str, Any],
+    *,
+    tensor: int,
+    data: int = 1,
+    attention: str = "auto",
+    kv: str = "auto",
+    task: ModelTask | None = None,
 ) -> Deployment:
     """Return the deployment and its sizes."""
     settings: dict[str, Any] = {"attention_backend": attention, "kv_cache_dtype": kv, "page_size": PAGE_SIZES[target]}
@@ -79,4 +94,4 @@ def deployed(
         cuda_graph_bs=(DECODE_ROWS, 256),
         chunked_prefill_size=MIXED_TOKENS,
     )
-    return deploy(engine, parse_model_config(config), facts_of_target(target))
+    return deploy(engine, parse_model_config(config, task=task), facts_of_target(target))

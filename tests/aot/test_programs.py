@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import pytest
 
+from jaxserve.model_source.pooling import ModelTask, PooledLayer, PooledTask, Pooling
 from jaxserve.runtime.devices.mesh import device_bytes
 from jaxserve.runtime.programs.hlo import instructions
 from jaxserve.runtime.programs.inspection import compile_and_inspect
@@ -43,6 +44,35 @@ CASES: list[tuple[str, str, int, ProgramKey]] = [
     ("tpu-v6e", LLAMA, 4, DECODE),
     *((target, SMOLLM2, 1, key) for target in ("nvidia-h200", "tpu-v6e") for key in (DECODE, MIXED)),
 ]  # fmt: skip
+
+
+SCORED = PooledLayer("score", 4096, 3)
+POOLED = {
+    "embeddings alone": ModelTask(False, PooledTask(kind="embed", pooling=Pooling("last"), size=4096)),
+    "means and tokens": ModelTask(True, PooledTask(kind="embed", pooling=Pooling("mean"), size=4096)),
+    "labels alone": ModelTask(False, PooledTask(kind="classify", pooling=Pooling("last", (SCORED,)), size=3)),
+}
+
+
+@pytest.mark.parametrize(
+    ("target", "task", "tensor"),
+    [
+        ("nvidia-h200", "embeddings alone", 1),
+        ("nvidia-h200", "means and tokens", 4),
+        ("tpu-v6e", "means and tokens", 1),
+        ("tpu-v6e", "labels alone", 4),
+    ],
+)
+def test_a_step_that_pools_leaves_the_state_in_place(target: str, task: str, tensor: int) -> None:
+    builder = deployment(target, LLAMA_8B_TWO_LAYERS, tensor=tensor, task=POOLED[task])
+    read, _ = compile_and_inspect(builder, MIXED)
+    assert read.fault is None
+    assert read.unread is None
+    assert read.alias_bytes >= device_bytes(builder.state_specs, builder.mesh.shape)
+    assert read.temp_bytes < device_bytes(builder.state_specs.kv[0].keys, builder.mesh.shape)
+    if not POOLED[task].generates:
+        # After attention and after the MLP of each layer, and after the embedding: nothing is drawn.
+        assert read.collectives == ({"all-reduce": 2 * 2 + 1} if tensor > 1 else {})
 
 
 @pytest.mark.parametrize(

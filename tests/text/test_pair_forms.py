@@ -35,7 +35,7 @@ MARKS = EscapedMarks(OWN)
 def qwen3_ids(query: str, document: str, *, instruction: str | None = None, **limits: Any) -> list[int]:
     pair = qwen3_pair(query, document, instruction, MARKS)
     asked = TextLimits(**{"longest": 10_000} | limits)
-    [ids] = encode_written_pairs(OWN, MARKS, [pair], [[], []], asked, ["documents[0]"])
+    [ids] = encode_written_pairs(OWN, MARKS, [pair], asked, ["documents[0]"])
     return ids
 
 
@@ -102,15 +102,14 @@ def test_the_tokenizers_own_form(pair: str | None, side: Any):
         encode_pairs(own, pairs, TextLimits(12), names)
 
 
-def test_a_template_gets_the_special_tokens_that_it_does_not_write():
+def test_a_template_gets_no_special_tokens_beside_those_that_it_writes():
     own = tokenizer("<s> $A </s>")
     marks = EscapedMarks(own)
     pair = qwen3_pair("q", "d", "i", marks)._replace
     for text in ("a:b", "<s>a:b"):
         pairs = [pair(text=text, without=text[:-1])]
-        assert encode_written_pairs(own, marks, pairs, own.special_tokens_around(1), TextLimits(9), ["d"]) == [
-            [256, *b"a:b", 257]
-        ]
+        [found] = encode_written_pairs(own, marks, pairs, TextLimits(9), ["d"])
+        assert found == ([256] if text.startswith("<s>") else []) + [*b"a:b"]
 
 
 def test_an_instruction_without_a_place_is_refused():

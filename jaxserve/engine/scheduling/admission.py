@@ -61,7 +61,10 @@ class QueueLimits(msgspec.Struct, frozen=True):
 
 
 class QueueGate:
-    """Refuses requests beyond `limits`, all samples of a prompt or none."""
+    """Refuses requests beyond `limits`, all samples of a prompt or none, and all texts of a pooled list or none.
+
+    A list counts as one request until its texts wait.
+    """
 
     def __init__(self, limits: QueueLimits) -> None:
         self._limits = limits
@@ -76,7 +79,7 @@ class QueueGate:
         """
         if request.sample == 0 or request.group_id != self._group_id:
             self._group_id = request.group_id
-            self._reason = self._find_reason(request.sampling.n - request.sample, num_waiting, num_open, num_tokens)
+            self._reason = self._find_reason(_num_sequences(request), num_waiting, num_open, num_tokens)
         return self._reason
 
     def _find_reason(self, num_sequences: int, num_waiting: int, num_open: int, num_tokens: int) -> str | None:
@@ -90,6 +93,11 @@ class QueueGate:
             if limit is not None and found + adds > limit:
                 return str(QueueFullError(setting, found, limit, adds))
         return None
+
+
+def _num_sequences(request: EngineRequest) -> int:
+    """Return how many sequences come with a request, itself included."""
+    return 1 if request.pooled else request.sampling.n - request.sample
 
 
 def pool_exhausted_error(num_tokens: int, capacity: Capacity) -> str:

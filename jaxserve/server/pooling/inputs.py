@@ -140,8 +140,7 @@ async def read_pairs(
 
     def encode() -> list[list[int]]:
         ready = written or [qwen3_pair(query, document, instruction, marks) for query, document in shortened]
-        around = tokenizer.special_tokens_around(1) if form == "template" else _NONE
-        return encode_written_pairs(tokenizer, marks, ready, around, limits, names)
+        return encode_written_pairs(tokenizer, marks, ready, limits, names)
 
     return await run_off_event_loop(state, size, encode)
 

@@ -41,6 +41,7 @@ VALUES = {
     "prompt_lookup_max": "5",
     "prompt_lookup_min": "3",
     "kv_events_config": '{"publisher": "zmq"}',
+    "hf_overrides": '{"num_labels": 1}',
 }
 
 

@@ -7,7 +7,9 @@ import pytest
 
 from jaxserve.api_types import EngineRequest, FinishReason
 from jaxserve.engine.core.loop import EngineLoop
+from jaxserve.engine.scheduling.admission import QueueLimits
 from jaxserve.engine.scheduling.scheduler import Scheduler
+from jaxserve.errors import QueueFullError
 from tests.engine.conftest import make_capacity, make_request
 from tests.engine.fake_executor import FakeExecutor
 
@@ -32,7 +34,9 @@ class TimedExecutor(FakeExecutor):
         return super().collect(handle)
 
 
-def make_loop(share: float, **options: object) -> tuple[EngineLoop, Scheduler, TimedExecutor]:
+def make_loop(
+    share: float, *, limits: QueueLimits | None = None, **options: object
+) -> tuple[EngineLoop, Scheduler, TimedExecutor]:
     capacity = make_capacity(
         num_slots=8, num_pages=1000, page_size=4, max_model_len=600, decode_buckets=(8,), token_buckets=(16, 64, 256),
         prompt_logprob_tokens=16, pooled_size=1, **options,
@@ -40,7 +44,7 @@ def make_loop(share: float, **options: object) -> tuple[EngineLoop, Scheduler, T
     executor = TimedExecutor(capacity)
     scheduler = Scheduler(
         capacity, chunked_prefill_size=256, max_prefill_tokens=256, max_num_batched_tokens=256,
-        pooled_time_share=share, clock=lambda: executor.now,
+        pooled_time_share=share, limits=limits, clock=lambda: executor.now,
     )  # fmt: skip
     return EngineLoop(scheduler, executor, overlap=False), scheduler, executor
 
@@ -137,3 +141,13 @@ def test_a_text_as_long_as_the_context_is_pooled_and_a_longer_one_is_refused() -
     assert "601 tokens, more than the context length of 600" in (refusal.error or "")
     while loop.has_work:
         loop.step()
+
+
+def test_a_full_queue_takes_all_texts_of_a_list_or_none() -> None:
+    loop, _, _ = make_loop(0.1, limits=QueueLimits(max_num_queued_tokens=300))
+    lists = [
+        [msgspec.structs.replace(pooled(f"{name}{i}"), group_id=name, sample=i) for i in range(20)] for name in "ab"
+    ]
+    assert [loop.add(one) for one in lists[0]] == [None] * 20
+    refusals = [loop.add(one) for one in lists[1]]
+    assert all(refusal is not None and QueueFullError.from_text(refusal.error or "") for refusal in refusals)
