@@ -25,6 +25,8 @@ from tests.models.forward import cpu_mesh
 from tests.models.golden import folder_of, source_of
 from tests.models.pooled import FOLDERS, POOLED, cases, expected, pooled_difference, pooled_source, served, vectors
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("name", FOLDERS)
 def test_vectors_equal_those_of_transformers(name: str) -> None:

@@ -1,5 +1,5 @@
-"""The default model, served once for all files of tests in this folder, by two API processes and with drafts: answers
-depend on neither."""
+"""The default model, served once for all files of tests in this folder, by two API processes, with drafts and for
+embeddings, too: answers depend on none of these."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from tests.e2e.server_process import ServerProcess, serving
 
 @pytest.fixture(scope="package")
 def server() -> Iterator[ServerProcess]:
-    with serving("--speculative-method", "ngram", "--api-server-count", "2") as process:
+    both = "--runner", "generate", "--convert", "embed"
+    with serving("--speculative-method", "ngram", "--api-server-count", "2", *both) as process:
         yield process
 
 
