@@ -240,8 +240,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     pooled_time_share: Annotated[
         float,
         Meta(
-            description="largest share of the time that pooled requests take while others decode, by measured step "
-            "times; 1: no limit"
+            description="share of the time that pooled requests have while others are open, by measured step times; 1: "
+            "no limit, but they come after others"
         ),
     ] = 0.1
     cuda_graph_max_bs: Annotated[

@@ -52,6 +52,10 @@ class PrefillBudget:
         """Limit the step to `tokens` in all, whatever it holds already, but leave it a few prefill tokens."""
         self._prefill_left[rank] = min(self._prefill_left[rank], max(tokens - self.totals[rank], _LEAST_PREFILL))
 
+    def lift_pooled(self) -> None:
+        """Lift the limit of pooled requests."""
+        self._pooled_left = [self._step_tokens] * len(self.totals)
+
     def add_chunk(self, rank: int, length: int, *, prompt_logprobs: bool, pooled: bool = False) -> None:
         """Subtract a chunk from the budget."""
         self.totals[rank] += length

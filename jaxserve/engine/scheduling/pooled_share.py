@@ -1,4 +1,4 @@
-"""Bounds the time that pooled requests take while others decode: how many of their tokens the next step may compute."""
+"""Bounds the time that pooled requests take while others are open: how many of their tokens the next step may have."""
 
 from __future__ import annotations
 
@@ -28,12 +28,6 @@ class PooledShare:
         """Whether there is a limit."""
         return self._ratio is not None
 
-    def earn(self, num_decodes: Sequence[int]) -> None:
-        """Count a step with `num_decodes[i]` decodes on rank i."""
-        assert self._ratio is not None
-        self._seconds += self._ratio * (self._times.of_step(max(num_decodes)) or 0.0)
-        self._seconds = min(self._seconds, self._cost(max(num_decodes), self._most_tokens))
-
     def tokens(self, num_decodes: Sequence[int], waiting: int) -> int:
         """Return how many of the `waiting` tokens of pooled requests the next step may compute on each rank: as many
         as fill its program, or 0 until there is time for a part."""
@@ -48,9 +42,17 @@ class PooledShare:
             size = max(size, self._times.most_tokens(self._seconds + alone))
         return min(size - decodes, self._most_tokens)
 
-    def spend(self, num_decodes: Sequence[int], tokens: int) -> None:
-        """Subtract the time for `tokens` tokens beside the decodes of a step."""
-        self._seconds -= self._cost(max(num_decodes), tokens)
+    def count(self, num_decodes: Sequence[int], tokens: int, pooled: int) -> None:
+        """Count a step with `num_decodes[i]` decodes on rank i, at most `tokens` tokens of other prompts on a rank, and
+        `pooled` of pooled requests."""
+        assert self._ratio is not None
+        decodes = max(num_decodes)
+        if decodes or tokens:
+            others = self._times.guess_mixed(decodes + tokens) if tokens else self._times.of_step(decodes)
+            self._seconds += self._ratio * (others or 0.0)
+        self._seconds = min(self._seconds, self._cost(decodes, self._most_tokens))
+        if pooled:
+            self._seconds -= self._cost(decodes, pooled)
 
     def _cost(self, decodes: int, tokens: int) -> float:
         """Return the seconds by which `tokens` tokens lengthen a step of decodes; 0 if none was measured yet."""

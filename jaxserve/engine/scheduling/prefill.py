@@ -69,37 +69,40 @@ class PrefillChooser:
         pooled request, and two prompts never wait for each other's pages. If decodes take the pages a prompt needs,
         retraction frees others.
 
-        While requests decode, pooled requests have their share of the time, and are chosen first. Else they come last,
-        and none starts if one that generates can't.
+        While others are open, pooled requests have their share of the time, and are chosen first. Without that limit
+        they come last. If nothing else can run, they have all of it.
         """
         table = self._table
         partial = [request for rank in table.ranks for request in rank.prefilling.values()]
         admit = admit and table.num_waiting > 0 and any(rank.num_free_slots for rank in table.ranks)
         if not partial and not admit:
             return []
-        shared = self._shares_time(num_decodes, partial)
-        pooled_tokens = self._pooled_tokens(num_decodes, partial) if shared else None
+        shared = self._shares_time(partial)
         budget = PrefillBudget(
             num_decodes,
             step_tokens=self._step_tokens,
             prefill_tokens=self._prefill_tokens,
             prompt_logprob_tokens=self._capacity.prompt_logprob_tokens,
-            pooled_tokens=pooled_tokens,
+            pooled_tokens=self._pooled_tokens(num_decodes, partial) if shared else None,
         )
         chosen: list[tuple[Request, int]] = []
         promised = [[0] * len(self._capacity.pages_by_group) for _ in table.ranks]
         self.num_deferred = 0
-        may_start = admit
-        for pooled in (True, False) if shared else (False, True):
-            open_ranks = list(table.ranks)
+
+        def choose_of(*, pooled: bool) -> None:
+            queue, open_ranks = table.pooled_waiting if pooled else table.waiting, list(table.ranks)
             own = [request for request in partial if request.pooled == pooled]
             self._continue(own, open_ranks, chosen, budget, promised)
-            queue = table.pooled_waiting if pooled else table.waiting
-            if may_start and queue and not (pooled and pooled_tokens == 0):
-                started = self._start_waiting(queue, open_ranks, chosen, opens, budget, promised)
-                may_start = started or shared
-        if shared and (spent := [length for request, length in chosen if request.pooled]):
-            self._pooled_share.spend(num_decodes, sum(spent))
+            if admit and queue:
+                self._start_waiting(queue, open_ranks, chosen, opens, budget, promised)
+
+        for pooled in (True, False) if shared else (False, True):
+            choose_of(pooled=pooled)
+        if shared and not chosen and not any(num_decodes) and not any(rank.decoding for rank in table.ranks):
+            budget.lift_pooled()
+            choose_of(pooled=True)
+        elif shared:
+            self._count_time(num_decodes, chosen)
         if chosen and not budget.prompt_logprobs:  # steps with prompt log probabilities run another program
             self._trim(chosen, budget.totals)
         return chosen
@@ -131,17 +134,25 @@ class PrefillChooser:
             added = rank.pool.pages_for(planned + length) - held
             promised[rank.index] = [pages + added for pages in promised[rank.index]]
 
-    def _shares_time(self, num_decodes: Sequence[int], partial: list[Request]) -> bool:
-        """Return whether there are pooled requests, and others decode."""
-        waits = len(self._table.pooled_waiting) > 0 or any(request.pooled for request in partial)
-        decodes = any(num_decodes) or any(rank.decoding for rank in self._table.ranks)
-        return waits and decodes and self._pooled_share.is_limited
+    def _shares_time(self, partial: list[Request]) -> bool:
+        """Return whether pooled requests and others are open."""
+        table = self._table
+        num_pooled = len(table.pooled_waiting) + sum(request.pooled for request in partial)
+        others = len(table.waiting) > 0 or len(partial) > sum(request.pooled for request in partial)
+        others = others or any(rank.decoding for rank in table.ranks)
+        return num_pooled > 0 and others and self._pooled_share.is_limited
 
     def _pooled_tokens(self, num_decodes: Sequence[int], partial: list[Request]) -> int:
         """Return how many tokens of pooled requests the step may have on each rank."""
-        self._pooled_share.earn(num_decodes)
         rests = [request.num_fill_tokens - request.num_planned_tokens for request in partial if request.pooled]
         return self._pooled_share.tokens(num_decodes, sum(rests) + self._table.pooled_waiting.num_tokens)
+
+    def _count_time(self, num_decodes: Sequence[int], chosen: list[tuple[Request, int]]) -> None:
+        """Count the tokens of pooled requests and of others in a step."""
+        tokens = {pooled: [0] * len(self._table.ranks) for pooled in (True, False)}
+        for request, length in chosen:
+            tokens[request.pooled][request.rank] += length
+        self._pooled_share.count(num_decodes, max(tokens[False]), max(tokens[True]))
 
     def _limit(self, budget: PrefillBudget, rank: Rank, num_tokens: int) -> None:
         """Reduce the budget of a step for a prompt that takes several steps, while others decode."""
@@ -175,10 +186,8 @@ class PrefillChooser:
         opens: list[SlotOpen],
         budget: PrefillBudget,
         promised: list[list[int]],
-    ) -> bool:
+    ) -> None:
         """Start waiting requests in queue order, as long as an open rank has budget and pages.
-
-        Return False if one can't start for want of pages or of a slot.
 
         `promised[i]` of the available pages of rank i, by KV group, are needed by chunks chosen before. A request whose
         best rank only lacks budget in this step waits for the next step: another rank would compute its prefix again.
@@ -193,7 +202,7 @@ class PrefillChooser:
             kind = _kind(waiting)
             able = [rank for rank in open_ranks if self._has_slot(rank)]
             if num_passed > _MAX_PASSED or not any(budget.max_chunk(rank.index, **kind) > 0 for rank in able):
-                return bool(able)
+                return
             for rank in rank_by_cost(waiting, able, pending):
                 index, cache, pool = rank.index, rank.cache, rank.pool
                 if budget.max_chunk(index, **kind) <= 0:
@@ -231,8 +240,7 @@ class PrefillChooser:
                 pending[index] += waiting.num_fill_tokens - cached
                 break
             else:
-                return False
-        return True
+                return
 
     def _fits(
         self,
