@@ -31,7 +31,7 @@ class PrefillChooser:
 
     While requests decode, a step with a part of a prompt that takes several steps has at most as many tokens as it
     computes in `mixed_step_seconds`, by the measured `times`; 0 is no limit. `pooled_share` bounds the tokens of pooled
-    requests then. `num_deferred` is how many waiting requests the last choice deferred because another request computes
+    requests while others are open. `num_deferred` is how many waiting requests the last choice deferred because another request computes
     their prefix.
     """
 

@@ -154,7 +154,7 @@ def test_a_full_queue_takes_all_texts_of_a_list_or_none() -> None:
 
 
 def test_pooled_requests_go_on_beside_prompts_without_answers_and_these_are_fast() -> None:
-    loop, _, executor = make_loop(0.1)
+    loop, _, _ = make_loop(0.1)
     for i in range(200):
         loop.add(pooled(f"text{i}"))
     for _ in range(3):
