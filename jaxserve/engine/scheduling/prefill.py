@@ -30,9 +30,9 @@ class PrefillChooser:
     """Chooses chunks of at most `prefill_tokens` together on each rank, in steps of at most `step_tokens`.
 
     While requests decode, a step with a part of a prompt that takes several steps has at most as many tokens as it
-    computes in `mixed_step_seconds`, by the measured `times`; 0 is no limit. `pooled_share` bounds the tokens of pooled
-    requests while others are open. `num_deferred` is how many waiting requests the last choice deferred because another request computes
-    their prefix.
+    computes in `mixed_step_seconds`, by the measured `times`; 0 is no limit. While others are open, `pooled_share`
+    bounds the tokens of pooled requests. `num_deferred` is how many waiting requests the last choice deferred because
+    another request computes their prefix.
     """
 
     def __init__(
