@@ -2,7 +2,7 @@
 
 - 256 texts of 128 tokens: by `LLM.embed`, by one HTTP request, and with `--reference`, a Python that has torch and
   transformers, by the model of transformers with the same weights. All take turns.
-- Chats of 8 clients, each alone and beside two clients that embed 32 such texts over and over: the time per output
+- Chats of 8 clients, each alone and beside four clients that embed two such texts over and over: the time per output
   token, and how many tokens are embedded meanwhile.
 
     python benchmarks/embeddings.py --reference /tmp/hf/bin/python --rounds 5
@@ -38,7 +38,7 @@ from jaxserve.weights.open import open_source
 REPOSITORY = Path(__file__).parents[1]
 TEXTS, TOKENS = 256, 128
 BATCHES = (8, 32)
-CHATS, CHAT_TOKENS, EMBEDDERS, EMBEDDED = 8, 64, 2, 32
+CHATS, CHAT_TOKENS, EMBEDDERS, EMBEDDED = 8, 128, 4, 2
 
 
 def write_checkpoint(folder: Path) -> None:

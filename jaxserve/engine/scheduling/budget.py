@@ -52,6 +52,11 @@ class PrefillBudget:
         """Limit the step to `tokens` in all, whatever it holds already, but leave it a few prefill tokens."""
         self._prefill_left[rank] = min(self._prefill_left[rank], max(tokens - self.totals[rank], _LEAST_PREFILL))
 
+    @property
+    def is_out_of_pooled(self) -> bool:
+        """Whether no rank may have another token of pooled requests."""
+        return not any(self._pooled_left)
+
     def lift_pooled(self) -> None:
         """Lift the limit of pooled requests."""
         self._pooled_left = [self._step_tokens] * len(self.totals)

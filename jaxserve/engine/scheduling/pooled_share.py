@@ -14,7 +14,7 @@ class PooledShare:
     """Lets pooled requests have `share` of the time, by the measured `times` of steps.
 
     Each step of the others earns time for them; a step that also has tokens of pooled requests spends what it is longer
-    by. The time saved up is at most that of `most_tokens` tokens.
+    by. No more is saved up than a part of a prompt takes. A step has at most `most_tokens` tokens of pooled requests.
     """
 
     def __init__(self, times: StepTimes, share: float, most_tokens: int) -> None:
@@ -47,10 +47,10 @@ class PooledShare:
         `pooled` of pooled requests."""
         assert self._ratio is not None
         decodes = max(num_decodes)
-        if decodes or tokens:
-            others = self._times.guess_mixed(decodes + tokens) if tokens else self._times.of_step(decodes)
-            self._seconds += self._ratio * (others or 0.0)
-        self._seconds = min(self._seconds, self._cost(decodes, self._most_tokens))
+        others = self._times.guess_mixed(decodes + tokens) if tokens else self._times.of_step(decodes)
+        earned = self._ratio * (others or 0.0) if decodes or tokens else 0.0
+        part = self._times.mixed_size(decodes + _PART) - decodes
+        self._seconds = min(self._seconds + earned, max(self._cost(decodes, part), earned))
         if pooled:
             self._seconds -= self._cost(decodes, pooled)
 

@@ -77,7 +77,7 @@ class PrefillChooser:
         admit = admit and table.num_waiting > 0 and any(rank.num_free_slots for rank in table.ranks)
         if not partial and not admit:
             return []
-        shared = self._shares_time(partial)
+        shared = self._shares_time(num_decodes, partial)
         budget = PrefillBudget(
             num_decodes,
             step_tokens=self._step_tokens,
@@ -93,7 +93,7 @@ class PrefillChooser:
             queue, open_ranks = table.pooled_waiting if pooled else table.waiting, list(table.ranks)
             own = [request for request in partial if request.pooled == pooled]
             self._continue(own, open_ranks, chosen, budget, promised)
-            if admit and queue:
+            if admit and queue and not (pooled and budget.is_out_of_pooled):  # to order the queue takes time
                 self._start_waiting(queue, open_ranks, chosen, opens, budget, promised)
 
         for pooled in (True, False) if shared else (False, True):
@@ -134,12 +134,12 @@ class PrefillChooser:
             added = rank.pool.pages_for(planned + length) - held
             promised[rank.index] = [pages + added for pages in promised[rank.index]]
 
-    def _shares_time(self, partial: list[Request]) -> bool:
+    def _shares_time(self, num_decodes: Sequence[int], partial: list[Request]) -> bool:
         """Return whether pooled requests and others are open."""
         table = self._table
         num_pooled = len(table.pooled_waiting) + sum(request.pooled for request in partial)
         others = len(table.waiting) > 0 or len(partial) > sum(request.pooled for request in partial)
-        others = others or any(rank.decoding for rank in table.ranks)
+        others = others or any(num_decodes) or any(rank.decoding for rank in table.ranks)
         return num_pooled > 0 and others and self._pooled_share.is_limited
 
     def _pooled_tokens(self, num_decodes: Sequence[int], partial: list[Request]) -> int:
