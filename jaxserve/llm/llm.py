@@ -34,7 +34,7 @@ from jaxserve.llm.outputs import (
     RequestOutput,
     ScoringRequestOutput,
 )
-from jaxserve.llm.pooling import OfflinePooling, PooledUse, check_use
+from jaxserve.llm.pooling import OfflinePooling, PooledMethod, check_method
 from jaxserve.text.chat_template import ChatTemplate
 from jaxserve.text.grammars.checking import GrammarChecker
 from jaxserve.text.output import OutputDelta
@@ -262,9 +262,9 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _pooled(self, use: PooledUse) -> OfflinePooling:
+    def _pooled(self, method: PooledMethod) -> OfflinePooling:
         check_not_forked()
-        check_use(self._task, use)
+        check_method(self._task, method)
         assert self._pooling is not None
         return self._pooling
 

@@ -50,26 +50,28 @@ from jaxserve.text.requests import check_ids, pooled_requests
 from jaxserve.text.tokenizers.escaped_marks import EscapedMarks
 from jaxserve.text.tokenizers.tokenizer import Tokenizer
 
-PooledUse = Literal["embed", "score", "classify", "reward", "encode"]
+PooledMethod = Literal["embed", "score", "classify", "reward", "encode"]
 
 
-def check_use(task: ModelTask, use: PooledUse) -> None:
-    """Raise `InvalidRequestError` unless what a model pools is of `use`."""
+def check_method(task: ModelTask, method: PooledMethod) -> None:
+    """Raise `InvalidRequestError` unless a model can be asked by a method of `LLM`."""
     pooled = task.pooled
     if pooled is None:
         raise InvalidRequestError(
             'this model generates text; LLM(model, runner="pooling") makes vectors instead, and '
             'runner="generate", convert="embed" both'
         )
-    uses = ["embed", "score"] if pooled.kind == "embed" else ["classify", "reward"]
-    uses += ["score"] if pooled.scores_pairs else []
-    if use not in (*uses, "encode"):
+    methods = [*pooled.uses, *(["reward"] if pooled.kind == "classify" else [])]
+    if method not in (*methods, "encode"):
         made = "embeddings" if pooled.kind == "embed" else "labels of texts"
-        raise InvalidRequestError(f"this model makes {made}, by {', '.join(uses)} and encode; it has no {use}")
+        raise InvalidRequestError(f"this model makes {made}, by {', '.join(methods)} and encode; it has no {method}")
 
 
 class OfflinePooling:
-    """What `task` says, of texts, by an engine. `source` is that of the `template`, and `chat_template` the setting."""
+    """Has an engine make the embeddings, scores and labels of `task`.
+
+    `source` is the text of the chat template, and `chat_template` the setting that chose it.
+    """
 
     def __init__(
         self,

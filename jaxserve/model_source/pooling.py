@@ -12,6 +12,7 @@ from typing import Any, Literal
 PoolingMethod = Literal["last", "mean"]
 LayerActivation = Literal["none", "tanh", "relu", "gelu", "silu", "sigmoid"]
 LabelActivation = Literal["none", "sigmoid", "softmax"]
+PooledUse = Literal["embed", "classify", "score"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,8 +33,8 @@ class PooledLayer:
 
 @dataclasses.dataclass(frozen=True)
 class Pooling:
-    """How the hidden states of a sequence become one vector: that of the last token, or the mean of all, and the
-    layers that follow."""
+    """How one vector is made of a sequence: of the hidden state of its last token, or of the mean of all. Then `layers`
+    follow."""
 
     method: PoolingMethod
     layers: tuple[PooledLayer, ...] = ()
@@ -69,6 +70,13 @@ class PooledTask:
     max_tokens: int | None = None
     pair_template: str = ""
     template_arguments: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def uses(self) -> tuple[PooledUse, ...]:
+        """What its vectors can be asked for: embeddings, labels of texts, scores of pairs."""
+        if self.kind == "embed":
+            return "embed", "score"
+        return ("classify", "score") if self.scores_pairs else ("classify",)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from jaxserve.errors import InvalidRequestError
-from jaxserve.model_source.pooling import PooledTask
+from jaxserve.model_source.pooling import PooledTask, PooledUse
 from jaxserve.server.server_state import LoadedModel, ServerState
-
-PooledUse = Literal["embed", "classify", "score", "any"]
 
 _GENERATING = "/v1/completions, /v1/chat/completions, /v1/messages, /v1/responses and /generate"
 _PAIRS = "/v1/rerank, /v1/score"
 _ALWAYS = "/pooling and /encode"
+_ADVICE: dict[PooledUse, str] = {
+    "embed": "for embeddings start it with --convert embed",
+    "classify": "labels need a model that has a head for them",
+    "score": "pairs need a reranker, or a model of embeddings",
+}
 
 
 def require_generating(state: ServerState) -> LoadedModel:
@@ -27,9 +28,11 @@ def require_generating(state: ServerState) -> LoadedModel:
     return loaded
 
 
-def require_pooled(state: ServerState, use: PooledUse) -> tuple[LoadedModel, PooledTask]:
-    """Return the loaded model and what it pools. Raises `InvalidRequestError` unless that serves this `use`, and what
-    `require_loaded` does."""
+def require_pooled(state: ServerState, use: PooledUse | None = None) -> tuple[LoadedModel, PooledTask]:
+    """Return the loaded model and what it pools.
+
+    Raises `InvalidRequestError` if it pools nothing, or can't be asked for `use`, and what `require_loaded` does.
+    """
     loaded = state.require_loaded()
     task = loaded.task.pooled
     if task is None:
@@ -37,12 +40,8 @@ def require_pooled(state: ServerState, use: PooledUse) -> tuple[LoadedModel, Poo
             f"this server generates text ({_GENERATING}): start it with --runner pooling, or with --runner generate "
             "--convert embed for both"
         )
-    if use == "embed" and task.kind != "embed":
-        raise InvalidRequestError(f"{_abilities(task)}; for embeddings start it with --convert embed")
-    if use == "classify" and task.kind != "classify":
-        raise InvalidRequestError(f"{_abilities(task)}; labels need a model that has a head for them")
-    if use == "score" and task.kind == "classify" and not task.scores_pairs:
-        raise InvalidRequestError(f"{_abilities(task)}; pairs need a reranker, or a model of embeddings")
+    if use is not None and use not in task.uses:
+        raise InvalidRequestError(f"{_abilities(task)}; {_ADVICE[use]}")
     return loaded, task
 
 

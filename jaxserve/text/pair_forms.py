@@ -118,7 +118,7 @@ def encode_written_pairs(
     limits: TextLimits,
     names: Sequence[str],
 ) -> list[list[int]]:
-    """Return the ids of pairs, without special tokens beside those that are written in them, as transformers does.
+    """Return the ids of pairs. As with transformers' templates, the tokenizer adds no special tokens to them.
 
     Errors call the documents by their `names`.
     """

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from jaxserve.engine.scheduling.step_times import StepTimes
 
-# Pooled requests are computed in parts of about so many tokens: smaller ones take longer in all.
+# A step computes about so many tokens of pooled requests at least: with fewer, all of them would take longer.
 _PART = 128
 
 

@@ -130,8 +130,8 @@ class Scheduler:
         self._random = random.Random(random_seed)
         self._in_flight: deque[_Planned] = deque()
         self._committed_at = self._step_seconds = 0.0
-        self._times_steps = speculation is not None or grammars is not None or mixed_step_seconds > 0
-        self._times_steps = self._times_steps or (capacity.pooled_size > 0 and pooled_time_share < 1.0)
+        shares = capacity.pooled_size > 0 and pooled_time_share < 1.0
+        self._times_steps = speculation is not None or grammars is not None or mixed_step_seconds > 0 or shares
         self._events: list[TokenEvent] = []
         self._num_arrived = 0
         self._stats = SchedulerStats(capacity)

@@ -52,13 +52,13 @@ class StepTimes:
 
         A program that was never measured is taken to need as long for each token as the largest one that was.
         """
-        size = self.mixed_size(tokens)
-        known = self.of_mixed(size)
-        measured = [(other, found) for other in self._capacity.buckets("mixed") if (found := self.of_mixed(other))]
-        if known is not None or not measured:
+        known, size = self.of_mixed(tokens), self.mixed_size(tokens)
+        if known is not None:
             return known
-        largest, seconds = measured[-1]
-        return seconds * size / largest
+        for other in reversed(self._capacity.buckets("mixed")):
+            if (seconds := self.of_mixed(other)) is not None:
+                return seconds * size / other
+        return None
 
     def most_tokens(self, seconds: float) -> int:
         """Return the most tokens of a step with prompts that takes at most `seconds`: at least the smallest program's.

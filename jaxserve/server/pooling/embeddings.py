@@ -38,7 +38,7 @@ async def embeddings(state: ServerState, exchange: HttpExchange, request: Embedd
 
 async def pooling(state: ServerState, exchange: HttpExchange, request: PoolingRequest) -> None:
     """Answer one request."""
-    loaded, task = require_pooled(state, "any")
+    loaded, task = require_pooled(state)
     if request.task not in (None, task.kind):
         raise InvalidRequestError(f"task: this model does {task.kind}, not {request.task}", param="task")
     response_id = request.response_id("pool", exchange.request_id)

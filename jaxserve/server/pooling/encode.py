@@ -20,7 +20,7 @@ from jaxserve.text.pooled_vectors import check_dimensions, embedding, label_valu
 
 async def encode(state: ServerState, exchange: HttpExchange, request: EncodeRequest) -> None:
     """Answer one request."""
-    loaded, task = require_pooled(state, "any")
+    loaded, task = require_pooled(state)
     refuse_unsupported_fields(request)
     given, param = (request.text, "text") if request.input_ids is None else (request.input_ids, "input_ids")
     if given is None or (request.text is not None and request.input_ids is not None):

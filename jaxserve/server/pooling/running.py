@@ -99,8 +99,11 @@ async def run_prompts(
     priority: int | None,
     cache_salt: str | None = None,
 ) -> list[PooledResult]:
-    """Return the result of each prompt. `/abort_request` finds the request by `ids`, the first of which is that of the
-    response, by the id of the HTTP request, and some of its prompts by the ids in `parts`."""
+    """Return the result of each prompt.
+
+    `/abort_request` finds the request by each of `ids`, of which the first is the id of the response, and by the id of
+    the HTTP request. It finds single prompts by the ids in `parts`.
+    """
     name = f"{ids[0]}-{uuid.uuid4().hex}"
     requests = pooled_requests(name, prompts, loaded.engine.info, priority=priority, cache_salt=cache_salt)
     run = PooledRun(state, loaded, requests, exchange.arrival)

@@ -8,6 +8,7 @@ import pytest
 from jaxserve.api_types import EngineRequest, FinishReason
 from jaxserve.engine.core.loop import EngineLoop
 from jaxserve.engine.scheduling.admission import QueueLimits
+from jaxserve.engine.scheduling.policy import Policy
 from jaxserve.engine.scheduling.scheduler import Scheduler
 from jaxserve.errors import QueueFullError
 from tests.engine.conftest import make_capacity, make_request
@@ -35,7 +36,7 @@ class TimedExecutor(FakeExecutor):
 
 
 def make_loop(
-    share: float, *, limits: QueueLimits | None = None, **options: object
+    share: float, *, limits: QueueLimits | None = None, policy: Policy = "fcfs", **options: object
 ) -> tuple[EngineLoop, Scheduler, TimedExecutor]:
     capacity = make_capacity(
         num_slots=8, num_pages=1000, page_size=4, max_model_len=600, decode_buckets=(8,), token_buckets=(16, 64, 256),
@@ -44,7 +45,7 @@ def make_loop(
     executor = TimedExecutor(capacity)
     scheduler = Scheduler(
         capacity, chunked_prefill_size=256, max_prefill_tokens=256, max_num_batched_tokens=256,
-        pooled_time_share=share, limits=limits, clock=lambda: executor.now,
+        pooled_time_share=share, limits=limits, policy=policy, clock=lambda: executor.now,
     )  # fmt: skip
     return EngineLoop(scheduler, executor, overlap=False), scheduler, executor
 
@@ -169,3 +170,17 @@ def test_pooled_requests_go_on_beside_prompts_without_answers_and_these_are_fast
     assert 10 < ended["text"] < 60, "texts have their share, and no more while chats come"
     while loop.has_work:
         loop.step()
+
+
+def test_pooled_requests_start_by_priority_and_preempt_no_chat() -> None:
+    loop, _, _ = make_loop(0.1, policy="priority")
+    for i in range(8):  # they have all slots
+        loop.add(make_request(f"chat{i}", 5, max_tokens=40))
+    loop.step()
+    for i in range(12):
+        loop.add(msgspec.structs.replace(pooled(f"text{i}", 30), priority=i))
+    ended = []
+    while loop.has_work:
+        ended += [event.request_id for event in loop.step() if event.finish_reason is not None]
+    assert [name for name in ended if name.startswith("text")] == [f"text{i}" for i in reversed(range(12))]
+    assert loop.stats().num_preemptions == 0
