@@ -261,7 +261,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     `stop_ids` are all ids that end the output: the model's own (unless `ignore_eos`) and those of the request. `client`
     is the index of the API process that gets the events. `grammar` is a text of llguidance that the output must
-    match, if it is not empty. `thinking` bounds its reasoning. A `pooled` one produces no tokens, but a vector.
+    match, if it is not empty. `thinking` bounds its reasoning. A `pooled` one produces no tokens, but a vector. If its
+    prompt is a pair of texts that the model tells apart, the tokens from `second_start` on are those of the second.
     """
 
     request_id: str
@@ -276,6 +277,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     grammar: str = ""
     thinking: ThinkingBudget | None = None
     pooled: bool = False
+    second_start: int | None = None
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

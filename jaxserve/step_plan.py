@@ -14,9 +14,9 @@ import msgspec
 
 from jaxserve.api_types import SamplingParams, StageTimes, TokenLogprobs
 
-StepKind = Literal["decode", "verify", "mixed", "prompt_logprobs"]
-"""The kinds of steps: with decodes alone, some of which may verify drafts; with chunks of prompts; and with log
-probabilities of prompts."""
+StepKind = Literal["decode", "verify", "mixed", "prompt_logprobs", "encode"]
+"""The kinds of steps: with decodes alone, some of which may verify drafts; with chunks of prompts; with log
+probabilities of prompts; and of a model without a KV cache, with whole texts."""
 
 
 class StateWrite(msgspec.Struct, frozen=True, gc=False):
@@ -70,7 +70,7 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
     verify, log probabilities of the prompt). `sample` says whether a token is drawn after the last position. `target`
     is the prompt token that follows the chunk, if log probabilities of the prompt are wanted. `state` says where the
     state of the sequence is written, if not where it was before. A `pooled` chunk is the last one of a pooled request:
-    the vector of its sequence is wanted.
+    the vector of its sequence is wanted. Tokens from `second_start` on are those of the second text of a pair.
     """
 
     request_id: str
@@ -85,6 +85,7 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
     target: int | None = None
     state: StateWrite | None = None
     pooled: bool = False
+    second_start: int | None = None
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -225,7 +226,8 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
 
     Pooled requests get vectors of `pooled_size` numbers, 0 if there are none. With `pools_all_tokens`, these need the
     hidden states of all their tokens, so that none may come from the prefix cache. Without `generates`, only programs
-    of mixed steps exist, and they draw nothing.
+    of mixed steps exist, and they draw nothing. A model that `encodes` has no pages, and only programs for whole texts,
+    of as many tokens as `token_buckets` say.
     """
 
     num_slots: int
@@ -253,6 +255,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     pooled_size: int = 0
     pools_all_tokens: bool = False
     generates: bool = True
+    encodes: bool = False
 
     def folded_tokens(self, certain: int) -> int:
         """Return after how many tokens a sequence has its state, if `certain` are computed and can't be rejected.
@@ -267,7 +270,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
             return self.decode_buckets
         if kind == "verify":
             return self.verify_buckets
-        return self.token_buckets if kind == "mixed" else (self.prompt_logprob_tokens,)
+        return (self.prompt_logprob_tokens,) if kind == "prompt_logprobs" else self.token_buckets
 
     def bucket(self, kind: StepKind, size: int) -> int:
         """Return the smallest program of a kind that holds `size`; the caller makes sure that one does."""

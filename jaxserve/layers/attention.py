@@ -1,4 +1,5 @@
-"""Self-attention over the paged cache: projections, optional q/k norms, rotation, the kernel, output."""
+"""Self-attention over the paged cache, or within packed texts: projections, optional q/k norms, rotation, the kernel,
+output."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from jaxserve.layers.batch import KVLayer, KVPools, TokenBatch, paged_pool, repl
 from jaxserve.layers.linear import linear, row_parallel
 from jaxserve.layers.norm import rms_norm, rms_norm_of_shards
 from jaxserve.layers.rope import Rotation, rotate
+from pallas_kernels.packed_attention import PackedOptions, packed_attention
 from pallas_kernels.paged_attention import (
     AttentionOptions,
     Backend,
@@ -51,7 +53,8 @@ class AttentionSettings:
 
     `scale` multiplies the products of queries and keys; None is one over the root of the head size. With
     `norm_values`, each value is scaled to unit mean square. With `keys_as_values`, values are the products of the key
-    projection, before the norm and rotation of keys.
+    projection, before the norm and rotation of keys. If it is `bidirectional`, rows are whole texts, a window
+    counts the positions on each side, and `backend` is one of `packed_attention`.
     """
 
     norm_eps: float
@@ -61,6 +64,7 @@ class AttentionSettings:
     soft_cap: float | None = None
     norm_values: bool = False
     keys_as_values: bool = False
+    bidirectional: bool = False
 
 
 @jax.named_scope("attention")
@@ -73,11 +77,13 @@ def self_attention(
     rotation: Rotation | None,
     settings: AttentionSettings,
     query_scale: Float[Array, " tokens"] | None = None,
+    distance_bias: Float[Array, "heads distances"] | None = None,
 ) -> tuple[Float[Array, "tokens dim"], KVPools]:
     """Attend from the batch's tokens to their sequences, and write their keys and values to `kv`.
 
     A layer that reuses the keys and values of an earlier one reads those of this step's tokens from `kv`, too. Without
     `rotation`, a position decides only which tokens are seen. `query_scale` multiplies the rotated queries of a token.
+    Bidirectional layers neither read nor write `kv`; only they take a `distance_bias` (see `PackedOptions`).
     """
     kv_heads, rows, head_dim, _ = params.qkv.shape
     bias = None if params.qkv_bias is None else params.qkv_bias.reshape(-1)
@@ -88,6 +94,14 @@ def self_attention(
         soft_cap=settings.soft_cap,
         sinks=None if params.sinks is None else params.sinks.reshape(-1).astype(jnp.float32),
     )
+    if settings.bidirectional:
+        heads = linear(x, weight, bias).reshape(len(x), kv_heads, rows, head_dim)
+        q, k, v = _heads(heads, params, rotation, settings, reuses=False)
+        assert k is not None
+        assert v is not None
+        packed = PackedOptions(options.scale, settings.window, settings.soft_cap, distance_bias)
+        attended = packed_attention(q, k, v, batch.texts, packed, settings.backend)
+        return row_parallel(attended.reshape(len(x), -1), _output(params), params.output_bias), kv
     where = paged_pool(kv, layer.group), layer.index, batch.rows(layer.group), options, settings.backend
     norms = None if params.q_norm is None or params.k_norm is None else (params.q_norm, params.k_norm)
     if takes_qkv(settings.backend) and not layer.reuses and (norms is None or norms[0].ndim == 1):
@@ -101,12 +115,15 @@ def self_attention(
         if query_scale is not None:
             q *= query_scale[:, None, None].astype(q.dtype)
         attended, pool = paged_attention(q, k, v, *where)
-    output = params.output.reshape(params.output.shape[0], -1)
     attended = attended.reshape(len(x), -1)
     if params.gate is not None:
         gate = linear(x, params.gate.reshape(attended.shape[1], -1))
         attended = (attended.astype(jnp.float32) * jax.nn.sigmoid(gate.astype(jnp.float32))).astype(x.dtype)
-    return row_parallel(attended, output, params.output_bias), replace_pool(kv, layer.group, pool)
+    return row_parallel(attended, _output(params), params.output_bias), replace_pool(kv, layer.group, pool)
+
+
+def _output(params: AttentionParams) -> Float[Array, "dim inputs"] | HeldWeight:
+    return params.output.reshape(params.output.shape[0], -1)
 
 
 def _heads(

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Int32
 
 from pallas_kernels.gated_delta import DeltaRows, DeltaStates
+from pallas_kernels.packed_attention import Texts
 from pallas_kernels.paged_attention import PagedKV, Rows
 
 KVPools = tuple[PagedKV | DeltaStates, ...]
@@ -21,6 +22,9 @@ class TokenBatch:
     even if later steps compute them. Three static fields are promises: `decode_only` that every row has one token,
     `max_queries` that no row has more than this, `starts_last` that rows that begin their sequence follow all others.
     Padding tokens come last, at position 0. `states` says where the states of the rows are, if layers keep states.
+
+    In a bidirectional model, rows are whole texts, and there are no pages. `token_types` is 1 for the tokens of the
+    second text of a pair.
     """
 
     tokens: Int[Array, " tokens"]
@@ -32,6 +36,7 @@ class TokenBatch:
     num_decodes: Int[Array, ""]
     num_seqs: Int[Array, ""]
     states: DeltaRows | None = None
+    token_types: Int[Array, " tokens"] | None = None
     decode_only: bool = flax.struct.field(pytree_node=False, default=False)
     max_queries: int | None = flax.struct.field(pytree_node=False, default=None)
     starts_last: bool = flax.struct.field(pytree_node=False, default=False)
@@ -50,6 +55,11 @@ class TokenBatch:
     def num_continued(self) -> Int[Array, ""]:
         """The number of rows that have tokens of earlier steps."""
         return (self.kv_lens > jnp.diff(self.query_starts)).sum(dtype=jnp.int32)
+
+    @property
+    def texts(self) -> Texts:
+        """The rows as whole texts, in a bidirectional model."""
+        return Texts(self.query_starts, self.num_seqs)
 
     def rows(self, group: int) -> Rows:
         """Return the rows, with the page table of a KV group."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
-PoolingMethod = Literal["last", "mean"]
+PoolingMethod = Literal["last", "mean", "cls", "all"]
 LayerActivation = Literal["none", "tanh", "relu", "gelu", "silu", "sigmoid"]
 LabelActivation = Literal["none", "sigmoid", "softmax"]
 PooledUse = Literal["embed", "classify", "score"]
@@ -20,7 +20,8 @@ class PooledLayer:
     """A linear layer `[outputs, inputs]` after pooling, and the activation after it.
 
     Its tensors in the checkpoint are `name.weight`, and `name.bias` if it `has_bias`. With `tokens`, the weight has the
-    rows of these ids in the model's head instead.
+    rows of these ids in the model's head instead. A layer norm of the name `norm` follows the activation, if it isn't
+    empty, with a bias if it `norm_has_bias`.
     """
 
     name: str
@@ -29,12 +30,15 @@ class PooledLayer:
     has_bias: bool = False
     activation: LayerActivation = "none"
     tokens: tuple[int, ...] = ()
+    norm: str = ""
+    norm_has_bias: bool = True
+    norm_eps: float = 1e-5
 
 
 @dataclasses.dataclass(frozen=True)
 class Pooling:
-    """How one vector is made of a sequence: of the hidden state of its last token, or of the mean of all. Then `layers`
-    follow."""
+    """How a vector is made of a sequence: of the hidden state of its `last` or first token (`cls`), or of the `mean` of
+    all. With `all`, each token gets one. Then `layers` follow."""
 
     method: PoolingMethod
     layers: tuple[PooledLayer, ...] = ()

@@ -68,6 +68,9 @@ class ModelConfig:
 
     `pooling` says how pooled requests get a vector, if it serves any; a model that only pools `generates` nothing, and
     needs no head.
+
+    A `bidirectional` model computes whole texts at once, without a KV cache: a token sees those before and after it.
+    Its windows count the positions that a token sees on each side.
     """
 
     architecture: str
@@ -90,6 +93,7 @@ class ModelConfig:
     delta_layers: frozenset[int] = frozenset()
     pooling: Pooling | None = None
     generates: bool = True
+    bidirectional: bool = False
 
     @property
     def split_sizes(self) -> dict[str, int]:

@@ -113,7 +113,9 @@ def layer_function(
     rotations = [model.rotation(batch)] * config.num_layers if ropes is None else ropes
 
     def apply(i: int, x: Array, params: Any, kv: KVPools, at: KVLayer) -> LayerOutput:
-        settings = AttentionSettings(config.norm_eps, backend, config.windows[i], scale, soft_cap)
+        settings = AttentionSettings(
+            config.norm_eps, backend, config.windows[i], scale, soft_cap, bidirectional=config.bidirectional
+        )
         return layer(x, params, batch, kv, at, rotations[i], settings, **options)
 
     return apply
@@ -152,7 +154,10 @@ def _added(
 
 
 def norm(x: Float[Array, "tokens dim"], params: Any, eps: float) -> Float[Array, "tokens dim"]:
-    """Apply a norm of a family: a layer norm if it has the weights of one, else a root mean square norm."""
+    """Apply a norm of a family: a layer norm if it has the weights of one, else a root mean square norm; none if there
+    are no `params`."""
+    if params is None:
+        return x
     if isinstance(params, LayerNormParams):
         return layer_norm(x, params.weight, params.bias, eps)
     return rms_norm(x, params, eps)

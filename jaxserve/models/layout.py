@@ -104,10 +104,12 @@ class LaidOutModel[C: ModelConfig]:
     def kv_specs(self) -> tuple[KVSpec, ...]:
         """Return the KV groups: first the one of whole sequences, then one for each window and kind of heads.
 
-        The first group is always there; it has 0 layers if all layers have windows. All stages have the same groups,
-        each with the layers that it has. Raises `ConfigError` if layers
+        A bidirectional model has none. Else the first group is always there; it has 0 layers if all layers have
+        windows. All stages have the same groups, each with the layers that it has. Raises `ConfigError` if layers
         without a window differ in their heads, as they share one group.
         """
+        if self.config.bidirectional:
+            return ()
         sources = [i for i in self._attention_layers if self.config.kv_source(i) == i]
         kinds = dict.fromkeys(map(self._kv_group, sources))
         counts = Counter(self._kv_group(i) for i in sources if i in self.layers)
@@ -137,7 +139,9 @@ class LaidOutModel[C: ModelConfig]:
 
     def kv_layers(self) -> tuple[KVLayer, ...]:
         """Return the place of each layer's keys and values in the KV groups, or of its states, in the group after
-        these. Layers of other stages have none here."""
+        these. Layers of other stages have none here, nor have those of a bidirectional model."""
+        if self.config.bidirectional:
+            return (KVLayer(jnp.int32(0), 0),) * self.config.num_layers
         groups = [dataclasses.replace(spec, num_layers=0) for spec in self.kv_specs()]
         used, places = [0] * (len(groups) + 1), list[KVLayer]()
         for i in range(self.config.num_layers):

@@ -28,10 +28,12 @@ _ROWS_OF_KERNELS = 16
 
 @flax.struct.dataclass
 class PooledParams:
-    """The weights of a layer after pooling. Rows of zeros follow its outputs, and zeros its bias."""
+    """The weights of a layer after pooling, and of the layer norm after it, if there is one. Rows of zeros follow its
+    outputs, and zeros its bias."""
 
     weight: Array
     bias: Array | None
+    norm: Any = None
 
 
 @flax.struct.dataclass
@@ -98,12 +100,13 @@ class ParamSpecs:
                 TensorPart(head, (1, inputs), (i, 0), first_row=token, some_rows=True)
                 for i, token in enumerate(layer.tokens)
             )
-        weight = self._padded(parts, outputs, inputs)
-        if not layer.has_bias:
-            return PooledParams(weight, None)
-        bias = self.vector(f"{layer.name}.bias", outputs, "zeros")
-        padding = weight.padding
-        return PooledParams(weight, dataclasses.replace(bias, shape=(outputs + padding,), padding=padding))
+        weight, bias, norm = self._padded(parts, outputs, inputs), None, None
+        if layer.has_bias:
+            own = self.vector(f"{layer.name}.bias", outputs, "zeros")
+            bias = dataclasses.replace(own, shape=(outputs + weight.padding,), padding=weight.padding)
+        if layer.norm:
+            norm = self.layer_norm(layer.norm, bias=layer.norm_has_bias, size=outputs)
+        return PooledParams(weight, bias, norm)
 
     def decoder(self, layer: Callable[[str], Any], norm: Any = None) -> Params:
         """Return all weights of a model. `layer` returns the weights of the layer whose tensors' names begin with its
@@ -135,10 +138,10 @@ class ParamSpecs:
         [part] = spec.parts
         return dataclasses.replace(spec, parts=(dataclasses.replace(part, offset=1.0),))
 
-    def layer_norm(self, name: str, *, bias: bool) -> Any:
-        """Return the weights of a layer norm."""
+    def layer_norm(self, name: str, *, bias: bool, size: int | None = None) -> Any:
+        """Return the weights of a layer norm, by default of the model's width."""
         return LayerNormParams(
-            self.vector(f"{name}.weight"), self.vector(f"{name}.bias", init="zeros") if bias else None
+            self.vector(f"{name}.weight", size), self.vector(f"{name}.bias", size, "zeros") if bias else None
         )
 
     def attention(
