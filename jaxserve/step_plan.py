@@ -225,7 +225,8 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     a step, the state of a sequence is the one after a multiple of `state_block` tokens: see `folded_tokens`.
 
     Pooled requests get vectors of `pooled_size` numbers, 0 if there are none. With `pools_all_tokens`, these need the
-    hidden states of all their tokens, so that none may come from the prefix cache. Without `generates`, only programs
+    hidden states of all their tokens, so that none may come from the prefix cache. With `pools_by_token`, each token of
+    a text gets such a vector. Without `generates`, only programs
     of mixed steps exist, and they draw nothing. A model that `encodes` has no pages, and only programs for whole texts,
     of as many tokens as `token_buckets` say.
     """
@@ -254,6 +255,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     state_block: int = 16
     pooled_size: int = 0
     pools_all_tokens: bool = False
+    pools_by_token: bool = False
     generates: bool = True
     encodes: bool = False
 
@@ -290,6 +292,8 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def pages_by_group(self) -> tuple[int, ...]:
         """The number of pages of each KV group."""
+        if self.encodes:
+            return ()
         return (self.num_pages, *(group.num_pages for group in self.window_groups))
 
 

@@ -26,6 +26,7 @@ from jaxserve.engine.core.profiling import Profiling
 from jaxserve.engine.multihost.process_group import ProcessGroup
 from jaxserve.engine.process.main import run
 from jaxserve.engine.scheduling.admission import QueueLimits
+from jaxserve.engine.scheduling.encoder_scheduler import AnyScheduler, EncoderScheduler
 from jaxserve.engine.scheduling.grammars import Grammars
 from jaxserve.engine.scheduling.scheduler import Scheduler
 from jaxserve.engine.speculation.speculation import Speculation
@@ -331,7 +332,7 @@ def _kv_groups(deployment: Deployment) -> tuple[KVGroup, ...]:
 
 def _expert_tokens(deployment: Deployment) -> ExpertTokens:
     model, capacity = deployment.model.config, deployment.capacity
-    most = max(*capacity.token_buckets, *capacity.decode_buckets)
+    most = max(capacity.token_buckets + capacity.decode_buckets)
     return ExpertTokens(model.mixture_layers, model.num_experts, most * capacity.num_ranks)
 
 
@@ -352,7 +353,31 @@ def _make_loop(
     profiling: Profiling,
     speculation: Speculation | None,
 ) -> EngineLoop:
-    scheduler = Scheduler(
+    scheduler: AnyScheduler
+    if sizes.capacity.encodes:
+        scheduler = EncoderScheduler(
+            sizes.capacity,
+            step_tokens=sizes.chunked_prefill_size,
+            limits=QueueLimits.of(config),
+            policy=config.schedule_policy,
+            random_seed=config.random_seed,
+        )
+    else:
+        scheduler = _causal_scheduler(config, sizes, host, speculation)
+    return EngineLoop(
+        scheduler,
+        executor,
+        overlap=not config.disable_overlap_schedule,
+        decode_log_interval=config.decode_log_interval,
+        timeline=timeline,
+        profiling=profiling,
+    )
+
+
+def _causal_scheduler(
+    config: EngineConfig, sizes: Sizes, host: HostMemory, speculation: Speculation | None
+) -> Scheduler:
+    return Scheduler(
         sizes.capacity,
         chunked_prefill_size=sizes.chunked_prefill_size,
         max_prefill_tokens=sizes.max_prefill_tokens,
@@ -372,14 +397,6 @@ def _make_loop(
         speculation=speculation,
         overlap=not config.disable_overlap_schedule,
         grammars=Grammars(lambda: load_vocabulary(load_tokenizer(model_source.resolve(config.model)))),
-    )
-    return EngineLoop(
-        scheduler,
-        executor,
-        overlap=not config.disable_overlap_schedule,
-        decode_log_interval=config.decode_log_interval,
-        timeline=timeline,
-        profiling=profiling,
     )
 
 

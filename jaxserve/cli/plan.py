@@ -61,8 +61,8 @@ def as_text(plan: CapacityReport) -> str:
         f"{'no figure for' if peak is None else f'{peak / 1e12:.0f} TFLOP/s in'} {made.dtype.name}, each)",
         _stage_table(plan) if made.stages else _memory_table(plan),
         *([f"not quantized: {made.weights.reasons}"] if made.weights.summary and made.weights.others else []),
-        f"KV cache on each device, a token: {_token_sizes(plan)}\n"
-        f"largest context: {capacity.max_model_len:,} tokens\n"
+        ("" if capacity.encodes else f"KV cache on each device, a token: {_token_sizes(plan)}\n")
+        + f"largest context: {capacity.max_model_len:,} tokens\n"
         f"largest batch: {plan.num_slots} requests; "
         + ", ".join(f"{plan.max_requests(context)} of {context:,} tokens" for context in plan.contexts),
         *(
@@ -221,7 +221,7 @@ def as_json(plan: CapacityReport) -> dict[str, Any]:
         "ep_size": made.divided.expert_parts,
         "dp_mode": made.config.dp_mode,
         "dtype": made.dtype.name,
-        "kv_cache_dtype": made.state.kv[0].keys.dtype.name,
+        "kv_cache_dtype": made.state.kv[0].keys.dtype.name if made.state.kv else None,
         "attention_backend": made.backend.name,
         "memory_bytes": plan.target.memory_bytes,
         "usable_bytes": plan.usable_bytes,

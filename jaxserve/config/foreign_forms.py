@@ -79,7 +79,7 @@ _OF_GRAMMARS: Mapping[str, str] = types.MappingProxyType(
 )
 
 
-_METHODS: Mapping[str, str] = types.MappingProxyType({"LAST": "last", "MEAN": "mean"})
+_METHODS: Mapping[str, str] = types.MappingProxyType({"LAST": "last", "MEAN": "mean", "CLS": "cls", "ALL": "all"})
 _BY_REQUEST = "a request says what is made of its numbers; leave it out"
 _OF_POOLERS: Mapping[str, str] = types.MappingProxyType(
     dict.fromkeys(("normalize", "softmax", "activation", "use_activation", "dimensions"), _BY_REQUEST)

@@ -45,10 +45,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ),
     ] = "auto"
     pooling: Annotated[
-        Literal["auto", "last", "mean"],
+        Literal["auto", "last", "mean", "cls", "all"],
         Meta(
-            description="what vectors are made of; last: the last token of a text; mean: all its tokens; auto: as the "
-            "checkpoint says, or last"
+            description="what vectors are made of; last: the last token of a text; mean: all its tokens; of a model "
+            "that reads in both directions also cls: the first token, and all: each token has a vector; auto: as the "
+            "checkpoint says"
         ),
     ] = "auto"
     hf_overrides: Annotated[

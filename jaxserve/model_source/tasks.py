@@ -31,7 +31,7 @@ from jaxserve.model_source.source import ModelSource
 
 Runner = Literal["auto", "generate", "pooling"]
 Convert = Literal["auto", "none", "embed", "classify"]
-Method = Literal["auto", "last", "mean"]
+Method = Literal["auto", "last", "mean", "cls", "all"]
 
 
 def read_task(

@@ -130,6 +130,11 @@ class ModelConfig:
         return 0
 
     @property
+    def biases_distances(self) -> bool:
+        """Whether the distance of two tokens adds to the logit of their attention, in a bidirectional model."""
+        return False
+
+    @property
     def mixture_layers(self) -> tuple[int, ...]:
         """The layers that have experts."""
         return ()

@@ -16,7 +16,7 @@ from jaxserve.api_types import EngineRequest, EngineStats, TokenEvent
 from jaxserve.engine.core.profiling import Profiling
 from jaxserve.engine.core.step_log import StepLog
 from jaxserve.engine.kv_cache.cache_events import CacheEvent
-from jaxserve.engine.scheduling.scheduler import Scheduler
+from jaxserve.engine.scheduling.encoder_scheduler import AnyScheduler
 from jaxserve.errors import EngineDeadError
 from jaxserve.observability.timeline import Timeline
 from jaxserve.step_plan import Executor, StepPlan
@@ -35,7 +35,7 @@ class EngineLoop:
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        scheduler: AnyScheduler,
         executor: Executor,
         *,
         overlap: bool = True,

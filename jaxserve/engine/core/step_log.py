@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 from jaxserve.api_types import EngineStats, StageTimes
-from jaxserve.engine.scheduling.scheduler import Scheduler
+from jaxserve.engine.scheduling.encoder_scheduler import AnyScheduler
 from jaxserve.observability.acceptance import Acceptance, acceptance
 from jaxserve.observability.log import decode_line, prefill_line
 from jaxserve.observability.stage_times import times_since
@@ -27,7 +27,7 @@ class StepLog:
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        scheduler: AnyScheduler,
         interval: int,
         clock: Callable[[], float] = time.monotonic,
         stage_times: Callable[[], tuple[StageTimes, ...]] = tuple,
@@ -49,7 +49,8 @@ class StepLog:
             stats = self._scheduler.stats()
             logger.info(
                 prefill_line(
-                    new_seq=len(plan.opens),
+                    # A bidirectional model opens no slots
+                    new_seq=len(plan.opens) or sum(chunk.pooled for chunk in chunks if not chunk.start),
                     new_token=sum(chunk.length for chunk in chunks),
                     # The plan's cached tokens include restarts after a retraction, which don't count as hits.
                     cached_token=stats.cache_hit_tokens - self._hits_before,

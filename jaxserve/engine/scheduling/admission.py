@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from jaxserve.api_types import EngineRequest
+from jaxserve.api_types import EngineRequest, FinishReason, TokenEvent, Usage
 from jaxserve.config.schema import EngineConfig
 from jaxserve.engine.scheduling.request import Request
 from jaxserve.errors import QueueFullError
@@ -39,12 +39,23 @@ def rejection_reason(request: EngineRequest, capacity: Capacity) -> str | None:
             f"the prompt has {length} tokens, which leaves no room for output within the context length of "
             f"{capacity.max_model_len}; shorten the prompt or raise --context-length"
         )
-    if -(-length // capacity.page_size) > capacity.num_pages:
+    if not capacity.encodes and -(-length // capacity.page_size) > capacity.num_pages:
         return (
             f"the prompt has {length} tokens, more than the {capacity.num_pages * capacity.page_size} of the whole KV "
             "cache; shorten the prompt or raise --max-total-tokens or --mem-fraction-static"
         )
     return None
+
+
+def rejection(request: EngineRequest, error: str) -> TokenEvent:
+    """Return the only event of a request that is refused."""
+    return TokenEvent(
+        request.request_id,
+        [],
+        finish_reason=FinishReason.ERROR,
+        usage=Usage(len(request.prompt_ids), 0),
+        error=error,
+    )
 
 
 class QueueLimits(msgspec.Struct, frozen=True):

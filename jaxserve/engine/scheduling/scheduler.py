@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from jaxserve.api_types import EngineRequest, EngineStats, FinishReason, TokenEvent, TokenLogprobs, Usage
+from jaxserve.api_types import EngineRequest, EngineStats, FinishReason, TokenEvent, TokenLogprobs
 from jaxserve.engine.kv_cache.cache_events import CacheEvent, CacheEventRecorder
 from jaxserve.engine.kv_cache.host_tier import HostTier, WritePolicy
 from jaxserve.engine.kv_cache.page_pool import PagePool
@@ -142,18 +142,18 @@ class Scheduler:
     def add(self, request: EngineRequest) -> TokenEvent | None:
         """Add a request, or return the only event of a rejected one."""
         if request.request_id in self._table.requests:
-            return _rejection(request, f"a request with the id {request.request_id!r} is already open")
+            return admission.rejection(request, f"a request with the id {request.request_id!r} is already open")
         if error := admission.rejection_reason(request, self._capacity):
-            return _rejection(request, error)
+            return admission.rejection(request, error)
         if reason := self._gate.reason(
             request,
             num_waiting=self.num_waiting - self._table.num_free_slots,
             num_open=len(self._table.requests),
             num_tokens=self._table.num_queued_tokens,
         ):
-            return _rejection(request, reason)
+            return admission.rejection(request, reason)
         if request.grammar and self._awaiting is None:
-            return _rejection(request, "this engine follows no grammars")
+            return admission.rejection(request, "this engine follows no grammars")
         sampling = request.sampling
         if sampling.seed is None:
             sampling = msgspec.structs.replace(sampling, seed=self._random.getrandbits(63))
@@ -489,13 +489,3 @@ def _thinking(request: EngineRequest) -> ThinkingCounter | None:
     if request.thinking is None or request.sampling.max_tokens == 0:
         return None
     return ThinkingCounter(request.thinking)
-
-
-def _rejection(request: EngineRequest, error: str) -> TokenEvent:
-    return TokenEvent(
-        request.request_id,
-        [],
-        finish_reason=FinishReason.ERROR,
-        usage=Usage(len(request.prompt_ids), 0),
-        error=error,
-    )

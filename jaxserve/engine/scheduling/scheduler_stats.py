@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterable
+from typing import Any
 
 import msgspec
 
@@ -58,6 +59,18 @@ class SchedulerStats:
                 self.cache_query_tokens += request.num_prompt_tokens
                 self.cache_hit_tokens += request.num_cached_tokens or 0
 
+    def of_prompts(self) -> dict[str, Any]:
+        """Return the counters of steps and of prompts, by the names of `EngineStats`."""
+        return {
+            "num_steps": self.num_steps,
+            "prompt_tokens": self.prompt_tokens,
+            "prefill_tokens": self.prefill_tokens,
+            "mixed_tokens": self.buckets.used["mixed"],
+            "mixed_bucket_tokens": self.buckets.sizes["mixed"],
+            "step_tokens": self.step_tokens,
+            "steps_by_tokens": tuple(self._steps_by_tokens),
+        }
+
     def engine_stats(
         self, table: RequestTable, speculation: Speculation | None, *, new_token_ratio: float, num_deferred: int
     ) -> EngineStats:
@@ -78,11 +91,8 @@ class SchedulerStats:
             num_window_pages=_by_group([window.num_pages for window in rank.windows] for rank in ranks),
             num_free_window_pages=_by_group([window.num_available for window in rank.windows] for rank in ranks),
             new_token_ratio=new_token_ratio,
-            num_steps=self.num_steps,
             num_preemptions=self.num_preemptions,
             num_retractions=self.num_retractions,
-            prompt_tokens=self.prompt_tokens,
-            prefill_tokens=self.prefill_tokens,
             generation_tokens=self.generation_tokens,
             forced_tokens=self.forced_tokens,
             cache_query_tokens=self.cache_query_tokens,
@@ -104,10 +114,7 @@ class SchedulerStats:
             decode_bucket_rows=buckets.sizes["decode"],
             verify_tokens=buckets.used["verify"],
             verify_bucket_tokens=buckets.sizes["verify"],
-            mixed_tokens=buckets.used["mixed"],
-            mixed_bucket_tokens=buckets.sizes["mixed"],
-            step_tokens=self.step_tokens,
-            steps_by_tokens=tuple(self._steps_by_tokens),
+            **self.of_prompts(),
         )
         counts = {} if speculation is None else speculation.counts()
         usage = max(stats.full_token_usage, stats.swa_token_usage)

@@ -184,10 +184,12 @@ class DeviceExecutor:
                 return _InFlight(plan, [], drawn)
         with self._timeline.span("build"):
             key = self._substitute(batches.choose_program(plan, self._capacity))
-            packed = batches.pack_step(plan, batches.step_shape(key, self._capacity), self._capacity)
+            pack = KINDS[key.kind].pack
+            assert pack is not None
+            packed = pack(plan, self._capacity, key)
         with self._timeline.span("dispatch"):
             sampling = []
-            if not key.greedy:
+            if key.greedy is False:
                 sampling = [self._sampling[chunk.rank, chunk.slot] for chunk in plan.chunks]
             step = _InFlight(plan, sampling, drawn)
             after = -1 if self._order is None else self._order.last_decoded(plan.chunks)
@@ -227,7 +229,7 @@ class DeviceExecutor:
             self._expert_tokens.record(output.expert_tokens)
         with self._timeline.span("commit"):
             chunks = handle.plan.chunks
-            pooled = {} if vectors is None else _pooled(vectors, chunks)
+            pooled = {} if vectors is None else _pooled(vectors, chunks, by_token=self._capacity.pools_by_token)
             if tokens is None:
                 return StepResult(tokens=[[] for _ in chunks], logprobs={}, prompt_logprobs={}, pooled=pooled)
             rows = _by_chunk(tokens, chunks)
@@ -340,11 +342,15 @@ def _by_chunk(values: np.ndarray, chunks: Sequence[Chunk]) -> list[list[int]]:
     return [next(rows[chunk.rank]) for chunk in chunks]
 
 
-def _pooled(vectors: np.ndarray, chunks: Sequence[Chunk]) -> dict[int, bytes]:
-    """Return the vectors of pooled chunks, by index, from those by rank and row."""
-    rows = [iter(range(vectors.shape[1])) for _ in vectors]
-    at = [(chunk.rank, next(rows[chunk.rank])) for chunk in chunks]
-    return {i: vectors[at[i]].tobytes() for i, chunk in enumerate(chunks) if chunk.pooled}
+def _pooled(vectors: np.ndarray, chunks: Sequence[Chunk], *, by_token: bool) -> dict[int, bytes]:
+    """Return the vectors of pooled chunks, by index, from those by rank and row, or by rank and token."""
+    found, starts = {}, [0] * len(vectors)
+    for i, chunk in enumerate(chunks):
+        start = starts[chunk.rank]
+        starts[chunk.rank] = end = start + (chunk.length if by_token else 1)
+        if chunk.pooled:
+            found[i] = vectors[chunk.rank, start:end].tobytes()
+    return found
 
 
 def _read(logprobs: Logprobs, at: tuple[int, ...], token: int, count: int) -> TokenLogprobs:

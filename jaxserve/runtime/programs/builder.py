@@ -203,7 +203,7 @@ class ProgramBuilder(MeshProgramBuilder):
             "cpu_kernels": platform == "cpu" and refusal() is None,
             "sizes": as_json(self.capacity),
             "dtype": jax.tree.leaves(self.param_specs)[0].dtype.name,
-            "kv_cache_dtype": self.state_specs.kv[0].keys.dtype.name,
+            "kv_cache_dtype": self.state_specs.kv[0].keys.dtype.name if self.state_specs.kv else "none",
             "weights": {dotted(path): weight.form for path, weight in held_weights(self.param_specs).items()},
         }
 

@@ -139,6 +139,8 @@ class CapacityReport:
     def max_requests(self, context: int) -> int:
         """Return how many requests of this length can run at once."""
         capacity = self.deployment.capacity
+        if capacity.encodes:
+            return self.num_slots
         whole = -(-context // capacity.page_size)
         fit = [capacity.num_pages // whole]
         for group in capacity.window_groups:

@@ -32,6 +32,7 @@ from jaxserve.runtime.programs.table import KINDS, program_keys
 from jaxserve.runtime.programs.transfers import TransferBuilder, feedbacks, handoffs
 from jaxserve.runtime.sizing import determinism
 from jaxserve.runtime.sizing.drafting import Drafting, plan_drafting
+from jaxserve.runtime.sizing.encoder_sizes import encoder_sizes
 from jaxserve.runtime.sizing.fitted_sizes import fit_sizes
 from jaxserve.runtime.sizing.memory import InsufficientMemoryError
 from jaxserve.runtime.sizing.mesh_validation import check_mesh
@@ -42,6 +43,7 @@ from jaxserve.runtime.step.program import ProgramKey, StepContext
 from jaxserve.runtime.step.state import DeviceState, state_specs
 from jaxserve.step_plan import Capacity
 from jaxserve.weights import stored_types
+from pallas_kernels.packed_attention import PackedProblem, choose_packed_backend
 from pallas_kernels.paged_attention import Backend, choose_backend, kv_platform
 
 # Rows whose logits exist at once on a CPU; a GPU and a TPU compute those of all rows at once.
@@ -255,20 +257,25 @@ def deploy(
             platform=kv_platform(backend),
             drafter=None if drafts is None else drafts.drafter,
         )
-        sizes = fit_sizes(
-            config
-            if states is None
-            else config.with_defaults(max_running_requests=states[0], max_mamba_cache_size=states[1]),
-            model,
-            device,
-            divided,
-            backend=backend,
-            describe=describe,
-            params=(own, None if drafts is None else drafts.params),
-            kv_dtype=kv_dtype,
-            activations=activations,
-            most_pages=most_pages,
-        )
+        held = (own, None if drafts is None else drafts.params)
+        if model.config.bidirectional:
+            weight_bytes = device_bytes(held, axis_sizes())
+            sizes = encoder_sizes(config, model, device, divided, weight_bytes=weight_bytes, activations=activations)
+        else:
+            sizes = fit_sizes(
+                config
+                if states is None
+                else config.with_defaults(max_running_requests=states[0], max_mamba_cache_size=states[1]),
+                model,
+                device,
+                divided,
+                backend=backend,
+                describe=describe,
+                params=held,
+                kv_dtype=kv_dtype,
+                activations=activations,
+                most_pages=most_pages,
+            )
         return Deployment(
             config=config,
             model=model,
@@ -376,8 +383,12 @@ def _choose_attention(
     kv_dtype: np.dtype,
 ) -> Backend:
     """Return the attention backend for all KV groups, and for that of a draft model. Raises `ConfigError`."""
-    draft = None if drafting is None else drafting.model
+    draft, shape = None if drafting is None else drafting.model, model.config
     try:
+        if shape.bidirectional:
+            kv_heads, head_dim = model.kv_shape(0)
+            problem = PackedProblem(shape.num_heads, kv_heads, head_dim, dtype, shape.biases_distances)
+            return choose_packed_backend(device.kernels, problem, config.attention_backend)
         problems = [
             attention_problem(config, one, spec, dtype=dtype, kv_dtype=kv_dtype)
             for one in (model, draft)

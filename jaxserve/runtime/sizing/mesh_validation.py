@@ -20,6 +20,12 @@ def check_mesh(config: EngineConfig, model: ModelConfig, device: DeviceFacts) ->
     """Raise `ConfigError` if the sizes can't split the model, or if there are too few devices for the mesh."""
     divided = parallelism(config)
     tensor, data, most = divided.tensor, divided.data, device.max_devices
+    if model.bidirectional and (tensor > 1 or divided.stages > 1):
+        asked, size = ("tp_size", tensor) if tensor > 1 else ("pp_size", divided.stages)
+        raise ConfigError(
+            f"{asked}={size}: models that read a text in both directions are small, and are not divided; set dp_size "
+            f"to use {size} devices"
+        )
     stages = min(divided.stages, max(most, 1))
     room = most // stages
     if not model.splits_into(tensor):

@@ -28,7 +28,8 @@ from pallas_kernels.quantized_matmul import HeldWeight, QuantizedWeight
 class AttentionCost:
     """The cost of the attention of layers with the same window: bytes to read and flops, per token attended to.
 
-    The first `start` tokens of a prompt are computed in another form, with `start_flops`.
+    The first `start` tokens of a prompt are computed in another form, with `start_flops`. A `bidirectional` one also
+    attends to later tokens, with a window on each side.
     """
 
     window: int | None
@@ -36,6 +37,7 @@ class AttentionCost:
     flops: float
     start: int = 0
     start_flops: float = 0.0
+    bidirectional: bool = False
 
     def attended(self, context: int) -> int:
         """Return the number of tokens that the last token of a sequence attends to."""
@@ -44,6 +46,8 @@ class AttentionCost:
     def prompt_attended(self, length: int) -> float:
         """Return the sum of the numbers of tokens that each token of a prompt attends to."""
         seen = self.attended(length)
+        if self.bidirectional:
+            return length * min(length, 2 * seen + 1)
         return seen * (length - seen / 2)
 
     def prompt_flops(self, length: int) -> float:
@@ -208,7 +212,12 @@ def _attention(deployment: Deployment) -> tuple[AttentionCost, ...]:
     attending = (i for i in model.layers if i not in config.delta_layers)
     layers = Counter((config.windows[i], model.kv_shape(i)) for i in attending)
     return tuple(
-        AttentionCost(window, count * layer_bytes[shape], count * 4 * config.num_heads * shape[1] / tensor)
+        AttentionCost(
+            window,
+            count * layer_bytes.get(shape, 0.0),
+            count * 4 * config.num_heads * shape[1] / tensor,
+            bidirectional=config.bidirectional,
+        )
         for (window, shape), count in layers.items()
     )
 

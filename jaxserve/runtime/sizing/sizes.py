@@ -122,7 +122,7 @@ def resolve_sizes(
         weights=weight_bytes,
         state=running * slot_bytes + num_states * (state_bytes or 0),
         states=num_states * (state_bytes or 0),
-        activations=activations or _activation_bytes(model, device.platform, widest, running, divided),
+        activations=activations or activation_bytes(model, device.platform, widest, running, divided),
         kv_per_token=bytes_per_token,
     )
     specs = model.kv_specs()
@@ -231,13 +231,14 @@ _LOGIT_COPIES = {"tpu": 7}
 _DEFAULT_LOGIT_COPIES = 4
 
 
-def _activation_bytes(model: AnyModel, platform: str, tokens: int, rows: int, divided: Parallelism) -> int:
+def activation_bytes(model: AnyModel, platform: str, tokens: int, rows: int, divided: Parallelism) -> int:
     """Estimate a step's working memory generously: the activations of the layers, or the sampler's float32 logits.
 
     `tests/aot` compares it with the compiler's figure.
     """
     tensor = divided.tensor
-    qkv = ((model.config.num_heads + 2 * spec.num_kv_heads) * spec.head_dim for spec in model.kv_specs())
+    shapes = [(spec.num_kv_heads, spec.head_dim) for spec in model.kv_specs()] or [model.kv_shape(0)]
+    qkv = ((model.config.num_heads + 2 * kv_heads) * head_dim for kv_heads, head_dim in shapes)
     widest = max(2 * model.config.widest_mlp, *qkv) // tensor
     layers = tokens * (widest * 4 + model.config.hidden_size * 16 + model.config.held_per_token * 4)
     if model.config.num_experts:

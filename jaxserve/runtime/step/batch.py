@@ -19,7 +19,7 @@ from jaxserve.runtime.step.handoff import Feedback
 from jaxserve.runtime.step.input_packing import InputPacking, PackedField
 from jaxserve.runtime.step.program import ProgramKey
 from jaxserve.runtime.step.state import DeviceState, SlotColumn
-from jaxserve.step_plan import Capacity, Chunk, StepPlan
+from jaxserve.step_plan import Capacity, Chunk, StepKind, StepPlan
 from pallas_kernels.gated_delta import DeltaRows
 
 
@@ -69,8 +69,9 @@ class StepInput:
 
 def choose_program(plan: StepPlan, capacity: Capacity) -> ProgramKey:
     """Return the smallest program that holds the plan on every rank: all ranks run the same one."""
-    kind = plan.kind if capacity.generates else "mixed"
-    return ProgramKey(kind, capacity.bucket(kind, plan.size(capacity.num_ranks)), kind == "decode" and plan.greedy)
+    kind: StepKind = plan.kind if capacity.generates else "encode" if capacity.encodes else "mixed"
+    greedy = None if kind == "encode" else kind == "decode" and plan.greedy
+    return ProgramKey(kind, capacity.bucket(kind, plan.size(capacity.num_ranks)), greedy)
 
 
 def step_shape(key: ProgramKey, capacity: Capacity) -> StepShape:

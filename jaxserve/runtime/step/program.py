@@ -17,7 +17,7 @@ from jaxserve.models.layout import AnyModel
 from jaxserve.runtime.step.draft_model import DraftModel
 from jaxserve.runtime.step.input_packing import InputPacking
 from jaxserve.runtime.step.state import DeviceState
-from jaxserve.step_plan import Capacity
+from jaxserve.step_plan import Capacity, StepPlan
 from pallas_kernels.ngram_lookup import NgramLookup
 from pallas_kernels.paged_attention import Backend
 
@@ -83,7 +83,7 @@ class ProgramKind:
     - `rows` returns the specs of what follows the packed input.
     - Without `takes_weights`, `params` is ().
     - With `is_step`, a step can run in any larger program of the kind, and programs may still be loaded while a server
-      serves.
+      serves. `pack` returns the packed inputs of a plan, `[ranks, size]`.
     - `num_decoding` returns how many sequences decode in a full program of a size, None if one prompt fills it.
     - With `compiles_long`, compilation begins with it.
     - With `where_drawn`, only the last pipeline stage has it.
@@ -99,6 +99,7 @@ class ProgramKind:
     takes_weights: bool = True
     stays_divided: bool = False
     is_step: bool = False
+    pack: Callable[[StepPlan, Capacity, ProgramKey], np.ndarray] | None = None
     num_decoding: Callable[[Capacity, int], int | None] = lambda capacity, size: None
     compiles_long: bool = False
     where_drawn: bool = False

@@ -181,8 +181,12 @@ def state_specs(
 ) -> DeviceState:
     """Return the state of a model on a platform (jax's name for it), with an `ArraySpec` in place of each array.
 
-    `dtype` is that of hidden states and features.
+    `dtype` is that of hidden states and features. A bidirectional model has no sequences to keep anything of.
     """
+    counts = expert_tokens_spec(model, capacity.num_ranks, len(model.mixture_layers))
+    if model.config.bidirectional:
+        none: dict[str, Any] = dict.fromkeys(("last_tokens", "seq_lens", "sampling", "counts", "hidden"))
+        return DeviceState(kv=(), page_tables=(), expert_tokens=counts, **none)  # type: ignore[arg-type]
     ranks, slots, specs = capacity.num_ranks, capacity.num_slots, model.kv_specs()
     i32, f32 = np.dtype(np.int32), np.dtype(np.float32)
 
@@ -215,7 +219,7 @@ def state_specs(
         if model.draws
         else None,
         hidden=by_slot(dtype, model.config.hidden_size) if model.draws else None,
-        expert_tokens=expert_tokens_spec(model, ranks, len(model.mixture_layers)),  # type: ignore[arg-type]
+        expert_tokens=counts,  # type: ignore[arg-type]
         pooled=by_slot(f32, model.config.hidden_size) if sums_tokens(model) else None,
         drafts=None if drafter is None else _draft_specs(drafter, capacity, dtype, by_slot, pool),
         states=_sequence_states(model.state_spec(), capacity, dtype, by_slot),

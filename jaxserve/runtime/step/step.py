@@ -14,6 +14,7 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, UInt32
@@ -26,7 +27,7 @@ from jaxserve.models.registry import family, forward
 from jaxserve.runtime.devices.mesh import partitions
 from jaxserve.runtime.step import batch as batches
 from jaxserve.runtime.step import sampling, verify
-from jaxserve.runtime.step.batch import StepInput, StepShape, step_packing, step_shape
+from jaxserve.runtime.step.batch import StepInput, StepShape, pack_step, step_packing, step_shape
 from jaxserve.runtime.step.draft_model import DraftModel
 from jaxserve.runtime.step.features import keep_features
 from jaxserve.runtime.step.groups import in_groups
@@ -45,7 +46,7 @@ from jaxserve.runtime.step.program import ProgramKey, ProgramKind, RankFunction,
 from jaxserve.runtime.step.sampling import DrawnRows, Logprobs
 from jaxserve.runtime.step.state import DeviceState, Drafts, SlotColumn, expert_tokens_spec
 from jaxserve.runtime.step.verify import Drawn
-from jaxserve.step_plan import Capacity, StepKind
+from jaxserve.step_plan import Capacity, StepKind, StepPlan
 from pallas_kernels.sampling import row_kernels
 
 # The positions of a prompt whose logits exist at once when log probabilities are computed.
@@ -132,7 +133,7 @@ def _kind(name: StepKind, **fields: Any) -> ProgramKind:
     """
 
     def keys(capacity: Capacity) -> list[ProgramKey]:
-        if not capacity.generates and name != "mixed":
+        if capacity.encodes or (not capacity.generates and name != "mixed"):
             return []
         samplers = (True, False) if name == "decode" else (False,)
         return [ProgramKey(name, size, greedy) for size in capacity.buckets(name) for greedy in samplers]
@@ -140,8 +141,11 @@ def _kind(name: StepKind, **fields: Any) -> ProgramKind:
     def packing(capacity: Capacity, key: ProgramKey) -> InputPacking:
         return step_packing(step_shape(key, capacity))
 
+    def pack(plan: StepPlan, capacity: Capacity, key: ProgramKey) -> np.ndarray:
+        return pack_step(plan, step_shape(key, capacity), capacity)
+
     return ProgramKind(
-        name=name, keys=keys, make=_make, packing=packing, output=_output, rows=_rows, is_step=True, **fields
+        name=name, keys=keys, make=_make, packing=packing, output=_output, rows=_rows, is_step=True, pack=pack, **fields
     )
 
 
@@ -174,7 +178,7 @@ def stage_step(
         state = dataclasses.replace(
             _with_states(state.with_pools(out.kv), inputs),
             seq_lens=state.seq_lens.at[inputs.slots].set(inputs.batch.kv_lens, mode="drop"),
-            expert_tokens=_counted(state, out),
+            expert_tokens=counted(state, out),
         )
     return state, hand_off(out.hidden, state, before, feedback, context.dtype)
 
@@ -189,7 +193,7 @@ def _with_states(state: DeviceState, inputs: StepInput) -> DeviceState:
     return dataclasses.replace(state, states=dataclasses.replace(states, rows=moved, folded=folded))
 
 
-def _counted(state: DeviceState, out: LayerOutput) -> UInt32[Array, "mixtures experts"] | None:
+def counted(state: DeviceState, out: LayerOutput) -> UInt32[Array, "mixtures experts"] | None:
     """Return how many tokens each expert has computed, with those of a step."""
     loads = state.expert_tokens
     if loads is not None and out.expert_tokens is not None:
@@ -242,7 +246,7 @@ def step(
             counts = counts.at[at, shard_index(tokens.reshape(-1), counts.shape[1])].add(1, mode="drop")
         if shape.max_drafts:
             last = jnp.take_along_axis(tokens, drawn.counts[:, None] - 1, axis=1)[:, 0]
-        loads = _counted(state, out)
+        loads = counted(state, out)
         drafts, compared = _propose(state, drawn, inputs, context, shape)
         state = dataclasses.replace(
             _with_states(state.with_pools(out.kv), inputs),
@@ -280,7 +284,7 @@ def _pooled_only(
 ) -> tuple[DeviceState, StepOutput]:
     """Return the state and the output of a step of a model that only pools."""
     with jax.named_scope("write_state"):
-        loads = _counted(state, out)
+        loads = counted(state, out)
         state = dataclasses.replace(
             _with_states(state.with_pools(out.kv), inputs),
             seq_lens=state.seq_lens.at[inputs.slots].set(inputs.batch.kv_lens, mode="drop"),
