@@ -123,6 +123,15 @@ class Fields:
         items = Fields({f"{name}[{i}]": each for i, each in enumerate(value)}, self.where)
         return [items.integer(item, TOKEN_ID) for item in items.raw]
 
+    def renamed(self, names: Mapping[str, str], **defaults: Any) -> Fields:
+        """Return the fields under the names that `names` maps theirs to, and defaults. Fields read there are read here,
+        and those with another name there count as read."""
+        raw = {names.get(name, name): value for name, value in self.raw.items() if value is not None}
+        found = Fields(defaults | raw, self.where)
+        self.read.update(names)
+        found.read = self.read
+        return found
+
     def error(self, name: str, allowed: str) -> ConfigError:
         """Return the error for a field whose value isn't one that is `allowed`."""
         value = self.raw.get(name)

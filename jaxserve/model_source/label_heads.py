@@ -99,10 +99,10 @@ class LabelHeads:
         Raises `ConfigError` for another family, or a vocabulary without both tokens.
         """
         ids: Sequence[int | None] = (0, 1) if self.source is None else ()
-        if self.source is not None and self.model.generative == _QWEN3:
+        if self.source is not None and self.model.family == _QWEN3:
             ids = token_ids(self.source, _NO_YES)
         found = [one for one in ids if one is not None]
-        if len(found) != 2 or self.model.generative != _QWEN3:
+        if len(found) != 2 or self.model.family != _QWEN3:
             raise ConfigError(
                 f"{self.fields.where}: convert=classify: {self.model.name} has no head of labels; to make one of the "
                 'logits of tokens, name them: --hf-overrides \'{"classifier_from_token": ["no", "yes"], "method": '
@@ -127,7 +127,7 @@ class LabelHeads:
 
     @property
     def _template(self) -> str:
-        return "qwen3_reranker" if self.model.generative == _QWEN3 else ""
+        return "qwen3_reranker" if self.model.family == _QWEN3 else ""
 
     def _activation(self, labels: int) -> LabelActivation:
         """Return what makes scores of logits, by default a probability of one label or among several."""

@@ -20,7 +20,7 @@ _PROMPTS_FILE, _LIMITS_FILE = "config_sentence_transformers.json", "sentence_ber
 MODULE_FOLDERS = "[0-9]_*"
 """The pattern of the folders of modules, such as 1_Pooling."""
 
-_METHODS: dict[str, PoolingMethod] = {"lasttoken": "last", "mean": "mean"}
+_METHODS: dict[str, PoolingMethod] = {"lasttoken": "last", "mean": "mean", "cls": "cls"}
 _OLD_MODES = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -58,8 +58,8 @@ class SentenceModules:
         modes = [modes] if isinstance(modes, str) else list(modes) or ["mean"]
         if len(modes) > 1 or modes[0] not in _METHODS:
             raise ConfigError(
-                f"{fields.where}: pooling_mode {' + '.join(map(str, modes))} is not supported; lasttoken and mean are, "
-                "of which --pooling last or mean chooses one"
+                f"{fields.where}: pooling_mode {' + '.join(map(str, modes))} is not supported; lasttoken, mean and "
+                "cls are, of which --pooling last, mean or cls chooses one"
             )
         return _METHODS[modes[0]]
 

@@ -32,6 +32,7 @@ from jaxserve.model_source.source import ModelSource
 Runner = Literal["auto", "generate", "pooling"]
 Convert = Literal["auto", "none", "embed", "classify"]
 Method = Literal["auto", "last", "mean", "cls", "all"]
+_NAMED_METHODS: dict[str, PoolingMethod] = {"avg": "mean", "cls": "cls", "last": "last"}
 
 
 def read_task(
@@ -47,8 +48,12 @@ def read_task(
     Raises `ConfigError` for what doesn't fit the checkpoint, or isn't supported.
     """
     checkpoint = _Checkpoint(source, raw)
-    generative = checkpoint.model_class.head == "tokens"
-    name = checkpoint.model_class.name
+    generative, name = checkpoint.generates, checkpoint.model_class.name
+    if runner == "generate" and checkpoint.model_class.bidirectional:
+        raise ConfigError(
+            f"{checkpoint.where}: runner=generate: tokens of {name} attend to later ones, so that it can't draw "
+            "one after the other; leave runner at auto"
+        )
     if runner == "generate" and not generative:
         raise ConfigError(
             f"{checkpoint.where}: runner=generate: {name} has no head that gives tokens; leave runner at auto"
@@ -78,8 +83,12 @@ class _Checkpoint:
         # A model with an encoder has some of these fields beside those of its text model
         inner = Fields(raw, self.where).object("text_config")
         self._fields = Fields({**inner, **raw}, self.where)
-        _refuse_bidirectional(self._fields)
         self._folder = None if source is None or source.kind == "gguf" else source.path
+
+    @property
+    def generates(self) -> bool:
+        """Whether it can generate tokens."""
+        return self.model_class.head == "tokens" and not self.model_class.bidirectional
 
     @property
     def kind(self) -> str | None:
@@ -90,15 +99,21 @@ class _Checkpoint:
         scores = pooling == "rank" or (modules is not None and modules.scoring is not None)
         if scores or self._has_label_tokens or self.model_class.head in ("labels", "reward"):
             return "classify"
-        return "embed" if self.model_class.head == "none" else None
+        return None if self.generates else "embed"
 
     def embeddings(self, method: Method) -> PooledTask:
         """Return the task of embedding texts."""
         pooler = self._pooler
         layers = () if pooler is None else pooler.layers()
+        pooling = Pooling(self._method() if method == "auto" else method, layers)
+        if pooling.method == "cls" and not self.model_class.bidirectional:
+            raise ConfigError(
+                f"{self.where}: pooling cls is not supported for {self.model_class.name}, whose first token sees no "
+                "other; last and mean are, of which --pooling chooses one"
+            )
         found = PooledTask(
             kind="embed",
-            pooling=Pooling(self._method() if method == "auto" else method, layers),
+            pooling=pooling,
             size=layers[-1].outputs if layers else self._width,
             normalize=pooler is None or pooler.normalize,
         )
@@ -127,11 +142,14 @@ class _Checkpoint:
         """Return how the checkpoint pools. Raises `ConfigError` if it does so in a way that isn't supported."""
         if self._pooler is not None:
             return self._pooler.method()
-        if self._gguf_pooling == "cls":
-            raise ConfigError(
-                f"{self.where}: pooling_type cls is not supported; last and mean are, of which --pooling chooses one"
-            )
-        return "mean" if self._gguf_pooling == "mean" else "last"
+        if self._gguf_pooling in ("mean", "cls", "last"):
+            return self._gguf_pooling
+        named = str(self._fields.get("pooling", ""))  # NVIDIA's bidirectional Llamas have such a field
+        if self.model_class.bidirectional and named in _NAMED_METHODS:
+            return _NAMED_METHODS[named]
+        if self.model_class.is_encoder:
+            return "cls"
+        return "mean" if self.model_class.bidirectional else "last"
 
     @functools.cached_property
     def _gguf_pooling(self) -> GGUFPooling:
@@ -179,13 +197,3 @@ class _Checkpoint:
                     f"have {width} numbers there"
                 )
             width = layer.outputs
-
-
-def _refuse_bidirectional(fields: Fields) -> None:
-    bidirectional = fields.get("use_bidirectional_attention") in (True, "all")
-    if bidirectional or fields.get("is_causal") is False:
-        name = "use_bidirectional_attention" if bidirectional else "is_causal"
-        raise ConfigError(
-            f"{fields.where}: {name}={str(fields.get(name)).lower()}: bidirectional attention is not supported yet; "
-            "models whose tokens attend to earlier ones are"
-        )

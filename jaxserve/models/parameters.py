@@ -116,8 +116,11 @@ class ParamSpecs:
 
     def matrix(self, name: str, out_dim: int, in_dim: int) -> Any:
         """Return the weight `[out_dim, in_dim]` of a linear layer that every shard has whole."""
-        parts = (TensorPart(name, (out_dim, in_dim), (0, 0)),)
-        return self.spec((out_dim, None), (in_dim, None), inputs=1, parts=parts)
+        return dataclasses.replace(self.table(name, out_dim, in_dim), inputs=1)
+
+    def table(self, name: str, rows: int, columns: int) -> Any:
+        """Return a table whose rows are looked up, and which every shard has whole."""
+        return self.spec((rows, None), (columns, None), parts=(TensorPart(name, (rows, columns), (0, 0)),))
 
     def vector(self, name: str, size: int | None = None, init: Initializer = "ones") -> Any:
         """Return a vector, by default of the model's width."""
@@ -159,8 +162,11 @@ class ParamSpecs:
         sinks: bool = False,
         gated: bool = False,
         inputs: int | None = None,
+        names: tuple[str, str, str, str] = ("q_proj", "k_proj", "v_proj", "o_proj"),
     ) -> Any:
         """Return the attention weights under `name`; `fused` is the name of one projection for all of q, k and v.
+
+        `names` are those of the projections: of queries, keys, values and outputs.
 
         `heads` are a layer's own number of KV heads and their size, before they are repeated for shards. `projections`
         names the projections of the layer: "qk" if its keys are its values too, "q" if it uses the keys and values of
@@ -197,13 +203,13 @@ class ParamSpecs:
 
         def parts(kind: str, *inner: int) -> tuple[TensorPart, ...]:
             found, row = of_heads(kind, 0, *inner) if gated else [], 0
-            for start, letter in zip((0, stored_group, stored_group + 1), projections):
+            for start, letter, own in zip((0, stored_group, stored_group + 1), projections, names):
                 if gated and letter == "q":
                     continue
                 members = stored_group if letter == "q" else 1
                 found.append(
                     TensorPart(
-                        f"{name}.{fused or f'{letter}_proj'}.{kind}",
+                        f"{name}.{fused or own}.{kind}",
                         (stored, members, head, *inner),
                         (0, start, 0, *(0 for _ in inner)),
                         first_row=row if fused else 0,
@@ -216,12 +222,12 @@ class ParamSpecs:
         rows = (kv_heads, "kv_heads"), (group + shared, None), (head, None)
         into = (dim, None), (kv_heads, "kv_heads"), (group, None), (head, None)
         gates = (kv_heads, "kv_heads"), (group, None), (head, None), (inputs, None)
-        output_parts = (TensorPart(f"{name}.o_proj.weight", (dim, stored, stored_group, head), (0, 0, 0, 0)),)
+        output_parts = (TensorPart(f"{name}.{names[3]}.weight", (dim, stored, stored_group, head), (0, 0, 0, 0)),)
         return AttentionParams(
             qkv=self.spec(*rows, (inputs, None), inputs=1, parts=parts("weight", inputs), unused=unused, **qkv),
             output=self.spec(*into, inputs=3, kv_replicas=replicas, parts=output_parts),
             qkv_bias=self.spec(*rows, init="zeros", parts=parts("bias"), **qkv) if qkv_bias else None,
-            output_bias=self.vector(f"{name}.o_proj.bias", init="zeros") if output_bias else None,
+            output_bias=self.vector(f"{name}.{names[3]}.bias", init="zeros") if output_bias else None,
             q_norm=q_norm,
             k_norm=k_norm,
             sinks=(

@@ -22,6 +22,7 @@ from jaxserve.model_source.fields import Fields, abbreviate
 from jaxserve.model_source.pooling import ModelTask
 from jaxserve.models import (
     cohere,
+    encoders,
     exaone4,
     gemma,
     gemma4,
@@ -47,9 +48,12 @@ from jaxserve.quant import read_quantization
 from pallas_kernels.paged_attention import Backend
 
 _FAMILIES: dict[str, ModuleType] = {
+    "BertModel": encoders.bert,
+    "CamembertModel": encoders.bert,
     "Cohere2ForCausalLM": cohere,
     "DeepseekV2ForCausalLM": mixtures.deepseek,
     "DeepseekV3ForCausalLM": mixtures.deepseek,
+    "DistilBertModel": encoders.bert,
     "Exaone4ForCausalLM": exaone4,
     "Gemma2ForCausalLM": gemma,
     "Gemma3ForCausalLM": gemma,
@@ -78,9 +82,20 @@ _FAMILIES: dict[str, ModuleType] = {
     "Qwen3NextForCausalLM": qwen3_next,
     "Qwen3_5ForCausalLM": qwen3_next,
     "Qwen3_5MoeForCausalLM": qwen3_next,
+    "RobertaModel": encoders.bert,
     "SeedOssForCausalLM": seed_oss,
     "SmolLM3ForCausalLM": smollm3,
     "Starcoder2ForCausalLM": starcoder2,
+    "XLMRobertaModel": encoders.bert,
+}
+
+# Decoders whose layers may attend to later tokens, too: they have nothing that `packed_attention` lacks
+_BIDIRECTIONAL = {
+    "Gemma3ForCausalLM",
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
 }
 
 # Heads that draft for a model, and are no models themselves
@@ -129,7 +144,8 @@ def parse_model_config(
 
     Raises `ConfigError` naming the architecture or the field that is missing, out of range or not supported.
     """
-    name, architecture, _ = model_class_of(raw, where)
+    model_class = model_class_of(raw, where)
+    name, architecture = model_class.name, model_class.family
     if architecture not in _FAMILIES and architecture not in _TEXT_MODELS:
         raise ConfigError(f"architecture {abbreviate(name)} is not supported; {_why_not(name, raw)}")
     fields = Fields({**raw, "architectures": [architecture]}, where)
@@ -147,7 +163,12 @@ def parse_model_config(
         quantization = read_quantization(fields) or quantization
     config: ModelConfig = _FAMILIES[architecture].parse(fields)
     refuse_unread(fields)
-    config = dataclasses.replace(config, quantization=quantization)
+    config = dataclasses.replace(config, quantization=quantization, bidirectional=model_class.bidirectional)
+    if config.bidirectional and architecture not in _BIDIRECTIONAL and not model_class.is_encoder:
+        raise ConfigError(
+            f"{fields.where}: architecture {abbreviate(name)} with attention to later tokens is not supported; "
+            f"supported: encoders, and {', '.join(sorted(_BIDIRECTIONAL))}"
+        )
     if task is None:
         return config
     pooling = None if task.pooled is None else task.pooled.pooling

@@ -31,6 +31,10 @@ _TEXT_PREFIXES = {
     "language_model.": "model.",
     "model.language_model.": "model.",
 }
+# What the names of an encoder's tensors begin with if it was saved with a head
+_ENCODER_PREFIXES = ("bert.", "distilbert.", "gte.", "mpnet.", "new.", "nomic_bert.", "roberta.")
+# The endings of the first BERTs' layer norms, as TensorFlow names them
+_OLD_ENDINGS = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 # What the names of a model's tensors begin with if it was saved without its head
 _WITHOUT_HEAD = ("layers.", "embed_tokens.", "norm.")
 _OF_A_DRAFT_HEAD = "fc.weight"
@@ -115,11 +119,13 @@ def _header(file: Path) -> tuple[int, dict[str, Any]]:
 
 
 def _name_alone(name: str) -> str:
-    """Return the name that a tensor of a text model has without an encoder of images beside it."""
+    """Return the name that a tensor of a text model has without an encoder of images beside it, or without a head."""
     for prefix, alone in _TEXT_PREFIXES.items():
         if name.startswith(prefix):
             return alone + name.removeprefix(prefix)
-    return name
+    for ending, own in _OLD_ENDINGS.items():
+        name = name.removesuffix(ending) + own if name.endswith(ending) else name
+    return next((name.removeprefix(prefix) for prefix in _ENCODER_PREFIXES if name.startswith(prefix)), name)
 
 
 def _is_without_head(names: Collection[str]) -> bool:

@@ -107,8 +107,10 @@ def test_what_is_served(
         ({}, {}, {"convert": "classify", "pooling": "mean"}, "labels are made of the last token"),
         ({"architectures": ["Qwen2ForProcessRewardModel"]}, {}, {}, "Qwen2ForProcessRewardModel has a head that"),
         ({"architectures": ["Qwen3ForTokenClassification"]}, {}, {}, "labels each token, which is not supported yet"),
-        ({"is_causal": False}, {}, {}, "is_causal=false: bidirectional attention is not supported yet"),
-        ({"use_bidirectional_attention": True}, {}, {}, "use_bidirectional_attention=true: bidirectional"),
+        ({"is_causal": False}, {}, {"runner": "generate"}, "runner=generate: tokens of Qwen3ForCausalLM attend to later"),
+        ({"use_bidirectional_attention": True}, {}, {"runner": "generate"}, "ForCausalLM attend to later ones"),
+        ({"architectures": ["BertModel"]}, {}, {"runner": "generate"}, "tokens of BertModel attend to later ones"),
+        ({}, {}, {"convert": "embed", "pooling": "cls"}, "pooling cls is not supported for Qwen3ForCausalLM, whose"),
         ({"classifier_from_token": ["maybe"]}, {}, {}, "'maybe' is no token of the vocabulary"),
         (
             {"classifier_from_token": ["a"]},
@@ -161,7 +163,7 @@ def test_what_is_served(
         ({}, modules("Pooling"), {}, "1_Pooling/config.json can't be read"),
         (
             {},
-            modules("Pooling", Pooling={"pooling_mode_cls_token": True}),
+            "pooling cls is not supported for Qwen3ForCausalLM, whose first",
             {},
             "pooling_mode cls is not supported; lasttoken and mean are",
         ),
@@ -356,7 +358,7 @@ def test_a_gguf_file_says_how_it_pools(number: int, pooling: str, kind: str | No
 def test_a_gguf_file_with_another_pooling_is_refused_unless_one_is_chosen(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "model.gguf", "qwen3", values={"qwen3.pooling_type": 2})
 
-    with pytest.raises(ConfigError, match="pooling_type cls is not supported"):
+    with pytest.raises(ConfigError, match="pooling cls is not supported for Qwen3ForCausalLM"):
         fetch_served_checkpoint(EngineConfig(model=str(path)))
     assert fetch_served_checkpoint(EngineConfig(model=str(path), pooling="mean")).task.pooled is not None
 

@@ -1,0 +1,5 @@
+"""Encoders: models whose tokens see those after them, too, and that give vectors instead of tokens."""
+
+from jaxserve.models.encoders import bert
+
+__all__ = ["bert"]
