@@ -43,6 +43,7 @@ from jaxserve.runtime.execution.deployment_log import (
     log_kv_groups,
     log_kv_scales,
     log_pooling,
+    log_sizes,
     log_states,
     log_weights,
 )
@@ -241,16 +242,7 @@ def _prepare(config: EngineConfig, nodes: ProcessGroup | None) -> _EngineParts:
     if nodes is not None:
         nodes.wait_until_all_ready()
     free = free_bytes(device)
-    logger.info(
-        "max_total_num_tokens=%d, chunked_prefill_size=%d, max_prefill_tokens=%d, max_running_requests=%d, "
-        "context_len=%d, available_gpu_mem=%.2f GB",
-        deployment.data * sizes.capacity.num_pages * sizes.capacity.page_size,
-        sizes.chunked_prefill_size,
-        sizes.max_prefill_tokens,
-        deployment.data * sizes.capacity.num_slots,
-        sizes.capacity.max_model_len,
-        free / 2**30,
-    )
+    log_sizes(deployment, free)
     groups = _kv_groups(deployment)
     log_kv_groups(groups, sizes.capacity.page_size)
     log_states(deployment)

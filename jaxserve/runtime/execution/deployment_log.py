@@ -15,6 +15,31 @@ from pallas_kernels.paged_attention import largest_float8
 logger = logging.getLogger("jaxserve.runtime")
 
 
+_POOLED = {
+    "last": "the last token",
+    "mean": "the mean of all tokens",
+    "cls": "the first token",
+    "all": "each token by itself",
+}
+
+
+def log_sizes(deployment: Deployment, free: int) -> None:
+    """Log how much a step and the KV cache hold, and the `free` bytes of a device."""
+    capacity, sizes, ranks = deployment.capacity, deployment.sizes, deployment.data
+    cache = "" if capacity.encodes else f"max_total_num_tokens={ranks * capacity.num_pages * capacity.page_size}, "
+    logger.info(
+        "%schunked_prefill_size=%d, max_prefill_tokens=%d, max_running_requests=%d, context_len=%d, "
+        "available_gpu_mem=%.2f GB%s",
+        cache,
+        sizes.chunked_prefill_size,
+        sizes.max_prefill_tokens,
+        ranks * capacity.num_slots,
+        capacity.max_model_len,
+        free / 2**30,
+        "; texts are read in both directions, without a KV cache" if capacity.encodes else "",
+    )
+
+
 def log_kv_groups(groups: Sequence[KVGroup], page_size: int) -> None:
     """Log the layers and the tokens of each KV group, if there are several."""
     if len(groups) < 2:
@@ -51,9 +76,10 @@ def log_pooling(deployment: Deployment) -> None:
     if pooling is None:
         return
     layers = "".join(f", then {layer.name} [{layer.outputs}, {layer.inputs}]" for layer in pooling.layers)
-    what = "the last token" if pooling.method == "last" else "the mean of all tokens"
     alone = "" if deployment.model.config.generates else "; no tokens are generated"
-    logger.info("pooled requests: %s%s, %d numbers%s", what, layers, deployment.capacity.pooled_size, alone)
+    logger.info(
+        "pooled requests: %s%s, %d numbers%s", _POOLED[pooling.method], layers, deployment.capacity.pooled_size, alone
+    )
 
 
 def log_drafting(deployment: Deployment) -> None:
