@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -14,24 +15,44 @@ from pallas_kernels.paged_attention.cpu.blocks import (
     BLOCK,
     WIDE,
     BlockScratch,
+    LaidOut,
     Prefetch,
     each_step,
     first_seen,
     query_bytes,
+    seen_logits,
     softmax_weights,
     state_bytes,
     value_vectors,
 )
-from pallas_kernels.paged_attention.cpu.tiles import LANES, VECTOR, WORDS, zero
+from pallas_kernels.paged_attention.cpu.tiles import LANES, VECTOR, WORDS, CpuAttention, zero
+
+_Multiply = Callable[[Value, Sequence[Value], Sequence[Value]], list[Value]]
 
 
 class Strip(NamedTuple):
-    """Consecutive rows of queries: pointers to the queries and to their states, how many, and each one's position."""
+    """Consecutive rows of queries: pointers to the queries and to their states, and how many.
+
+    `logits_of` returns the logits of a row, of its products with the keys of the block.
+    """
 
     queries: Value
     states: Value
     rows: int
-    position_of: Callable[[Value], Value]
+    logits_of: Callable[[Value, list[Value]], list[Value]]
+
+
+def causal_strip(
+    f: Function,
+    facts: CpuAttention,
+    at: Value,
+    pointers: Sequence[Value],
+    rows: int,
+    position_of: Callable[[Value], Value],
+) -> Strip:
+    """Return a strip of rows that see the tokens up to their positions, for the block at `at`."""
+    queries, states = pointers
+    return Strip(queries, states, rows, lambda r, products: seen_logits(f, products, at, position_of(r), facts))
 
 
 def advance(
@@ -47,86 +68,96 @@ def advance(
     Without `prefetch`, its values must be laid out too. With it, values are read from the pool, and each step of both
     products calls `prefetch(pool, first byte, bytes)` for its part of a block: a core has only some reads under way.
     """
-    assert scratch.tiles is None
-    queries, states, rows, position_of = strip
-    query_positions = [position_of(f.constant(I64, r)) for r in range(rows)]
-    facts, exact = scratch.facts, scratch.exact
-    size = 2 if exact else 4
-    words = f.constant(I64, facts.head_dim * size // 4)
-    together = max(1, min(WIDE, scratch.sums // len(query_positions)))
+    if prefetch is None:
+        advance_laid_out(f, scratch, strip, first_seen(f, scratch, at), end - at)
+        return
+    facts, shared, per_step = scratch.facts, scratch.shared, 2 if scratch.exact else 1
+    word_bytes = BLOCK * facts.kv_row_bytes // (query_bytes(scratch) // 4)
+    step_bytes = facts.kv_row_bytes * per_step
 
-    def keys(k: Value, columns: range) -> list[Value]:
-        return [f.load(WORDS if exact else VECTOR, scratch.keys, k * (BLOCK * 4) + 64 * i) for i in columns]
+    def add_values(columns: range, multiply: _Multiply, *start: Value) -> list[Value]:
+        def step(k: Value, masked: bool, *sums: Value) -> list[Value]:
+            if columns.start == 0:
+                prefetch(shared.values, k * step_bytes, step_bytes)
+            return multiply(k, list(value_vectors(f, scratch, at, end, k, columns, masked)), sums)
+
+        return each_step(f, scratch, at, end, step, *start)
+
+    _advance(f, scratch, strip, add_values, lambda k: prefetch(shared.keys, k * word_bytes, word_bytes))
+
+
+def advance_laid_out(f: Function, block: LaidOut, strip: Strip, first: Value | int, count: Value) -> None:
+    """Add tokens `first` to `count` of a block that is laid out to the states of a strip."""
+    if block.exact:
+        first, count = first // 2, (count + 1) // 2
+
+    def add_values(columns: range, multiply: _Multiply, *start: Value) -> list[Value]:
+        def step(k: Value, *sums: Value) -> list[Value]:
+            kind, row = WORDS if block.exact else VECTOR, k * (block.facts.head_dim * 4)
+            return multiply(k, [f.load(kind, block.values, row + 64 * i) for i in columns], sums)
+
+        return f.loop(count, step, *start, start=first)
+
+    _advance(f, block, strip, add_values, lambda k: None)
+
+
+def _advance(
+    f: Function,
+    block: LaidOut,
+    strip: Strip,
+    add_values: Callable[..., list[Value]],
+    before_word: Callable[[Value], None],
+) -> None:
+    """Add a block to the states of a strip; `add_values` adds the products of its weights with some columns of values,
+    and `before_word` is called before each word of keys."""
+    assert block.tiles is None
+    queries, states, rows, logits_of = strip
+    facts, exact = block.facts, block.exact
+    size = 2 if exact else 4
+    together = max(1, min(WIDE, block.sums // rows))
 
     def multiply(left: Value, stride: int, k: Value, columns: Sequence[Value], sums: Sequence[Value]) -> list[Value]:
         """Add the products of word `k` of each row, broadcast to every lane, with the columns."""
         out = []
-        for r in range(len(query_positions)):
+        for r in range(rows):
             word = f.broadcast(f.load(I32 if exact else F32, left, k * 4 + r * stride), LANES)
             for column, total in zip(columns, sums[r * len(columns) :], strict=False):
                 out.append(f.dot_bf16(column, word, total) if exact else f.fma(column, word, total))
         return out
 
-    stride = query_bytes(scratch)
-
-    logits: list[list[Value]] = [[] for _ in query_positions]
+    products: list[list[Value]] = [[] for _ in range(rows)]
     for first in range(0, WIDE, together):
         columns = range(first, min(first + together, WIDE))
 
         def word(k: Value, *sums: Value, columns: range = columns) -> list[Value]:
-            if prefetch is not None and columns.start == 0:
-                nbytes = BLOCK * facts.kv_row_bytes // (facts.head_dim * size // 4)
-                prefetch(scratch.shared.keys, k * nbytes, nbytes)
-            return multiply(queries, stride, k, keys(k, columns), sums)
+            if columns.start == 0:
+                before_word(k)
+            keys = [f.load(WORDS if exact else VECTOR, block.keys, k * (BLOCK * 4) + 64 * i) for i in columns]
+            return multiply(queries, query_bytes(block), k, keys, sums)
 
-        sums = f.loop(words, word, *[zero(f)] * (len(columns) * len(logits)))
-        for r, own in enumerate(logits):
+        sums = f.loop(query_bytes(block) // 4, word, *[zero(f)] * (len(columns) * rows))
+        for r, own in enumerate(products):
             own += sums[r * len(columns) : (r + 1) * len(columns)]
     keeps = []
-    for r, position in enumerate(query_positions):
-        state = f.at(states, r * state_bytes(facts))
-        keep, shares = softmax_weights(f, logits[r], state, at, position, facts)
+    for r, own in enumerate(products):
+        logits = logits_of(f.constant(I64, r), own)
+        keep, shares = softmax_weights(f, logits, f.at(states, r * state_bytes(facts)), facts)
         keeps.append(keep)
         for i, share in enumerate(shares):
             if exact:
-                f.store(f.to_bf16(share), scratch.weights, r * BLOCK * 2 + 32 * i)
+                f.store(f.to_bf16(share), block.weights, r * BLOCK * 2 + 32 * i)
             else:
-                f.store(share, scratch.weights, r * BLOCK * 4 + 64 * i)
+                f.store(share, block.weights, r * BLOCK * 4 + 64 * i)
+    by_weights = functools.partial(multiply, block.weights, BLOCK * size)
     for first in range(0, facts.vectors, together):
         columns = range(first, min(first + together, facts.vectors))
-
-        def in_pool(k: Value, masked: bool, *sums: Value, columns: range = columns) -> list[Value]:
-            if columns.start == 0 and prefetch is not None:
-                nbytes = facts.kv_row_bytes * (2 if exact else 1)
-                prefetch(scratch.shared.values, k * nbytes, nbytes)
-            values = list(value_vectors(f, scratch, at, end, k, columns, masked))
-            return multiply(scratch.weights, BLOCK * size, k, values, sums)
-
-        def laid_out(k: Value, *sums: Value, columns: range = columns) -> list[Value]:
-            kind, row = WORDS if exact else VECTOR, k * (facts.head_dim * 4)
-            values = [f.load(kind, scratch.values, row + 64 * i) for i in columns]
-            return multiply(scratch.weights, BLOCK * size, k, values, sums)
-
-        places = [f.at(states, r * state_bytes(facts) + 64 * i) for r in range(len(query_positions)) for i in columns]
+        places = [f.at(states, r * state_bytes(facts) + 64 * i) for r in range(rows) for i in columns]
         start = [f.load(VECTOR, place) * keeps[i // len(columns)] for i, place in enumerate(places)]
-        if prefetch is not None:
-            done = each_step(f, scratch, at, end, in_pool, *start)
-        else:
-            begin, count = first_seen(f, scratch, at), end - at
-            if exact:
-                begin, count = begin // 2, (count + 1) // 2
-            done = f.loop(count, laid_out, *start, start=begin)
-        for place, total in zip(places, done, strict=True):
+        for place, total in zip(places, add_values(columns, by_weights, *start), strict=True):
             f.store(total, place)
 
 
-def advance_tiles(
-    f: Function,
-    scratch: BlockScratch,
-    tiles: TileRegisters,
-    strip: Strip,
-    at: Value,
-) -> None:
+def advance_tiles(f: Function, scratch: LaidOut, tiles: TileRegisters, strip: Strip) -> None:
     """Add a block whose logits are stored and whose values are laid out to the states of a strip, as `advance` does.
 
     The product with values takes all tokens of the block; those that a row doesn't see have the weight 0.
@@ -136,7 +167,7 @@ def advance_tiles(
     def weigh(r: Value) -> None:
         state, logits = f.at(states, r * state_bytes(facts)), f.at(scratch.logits, r * (BLOCK * 4))
         own = [f.load(VECTOR, logits, 64 * i) for i in range(WIDE)]
-        keep, shares = softmax_weights(f, own, state, at, strip.position_of(r), facts)
+        keep, shares = softmax_weights(f, strip.logits_of(r, own), state, facts)
         for i, share in enumerate(shares):
             f.store(f.to_bf16(share), scratch.weights, r * (BLOCK * 2) + 32 * i)
         for i in range(facts.vectors):
@@ -152,7 +183,7 @@ def advance_tiles(
             tiles.store(number, f.at(states, 64 * column), state_bytes(facts))
 
 
-def multiply_keys(f: Function, scratch: BlockScratch, tiles: TileRegisters, queries: Value) -> None:
+def multiply_keys(f: Function, scratch: LaidOut, tiles: TileRegisters, queries: Value) -> None:
     """Store as logits the products of rows of queries with keys that are laid out."""
     for number in tiles.SUMS:
         tiles.clear(number)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from pallas_kernels.cpu import maths
 from pallas_kernels.cpu.emit import Function, Value
@@ -27,6 +27,7 @@ from pallas_kernels.paged_attention.cpu.tiles import (
     VECTOR,
     WORDS,
     CpuAttention,
+    CpuHeads,
     SharedOperands,
     capped,
     load_row,
@@ -50,12 +51,36 @@ WIDE = 4
 BLOCK = WIDE * LANES
 
 
+class LaidOut(Protocol):
+    """A block of tokens that is laid out, and memory for the logits and weights of the rows that attend to it.
+
+    With `exact`, bfloat16 is multiplied without conversion: by `tiles`, if the CPU has tile registers. Vector registers
+    hold `sums` vectors of sums.
+    """
+
+    @property
+    def facts(self) -> CpuHeads: ...
+    @property
+    def keys(self) -> Value: ...
+    @property
+    def values(self) -> Value: ...
+    @property
+    def logits(self) -> Value: ...
+    @property
+    def weights(self) -> Value: ...
+    @property
+    def exact(self) -> bool: ...
+    @property
+    def tiles(self) -> TileRegisters | None: ...
+    @property
+    def sums(self) -> int: ...
+
+
 class BlockScratch(NamedTuple):
-    """One row of the batch and one KV head, and scratch memory for a block of it.
+    """One row of the batch and one KV head, and scratch memory for a block of it: see `LaidOut`.
 
     `offsets` are the offsets in the pool of the block's groups of 16 tokens. `sees_from` is the first position that any
-    query sees. With `exact`, bfloat16 is multiplied without conversion: by `tiles`, if the CPU has tile registers.
-    Vector registers hold `sums` vectors of sums.
+    query sees.
     """
 
     shared: SharedOperands
@@ -73,9 +98,9 @@ class BlockScratch(NamedTuple):
     sums: int
 
 
-def most_rows(facts: CpuAttention, features: frozenset[str]) -> int:
+def most_rows(facts: CpuHeads, features: frozenset[str]) -> int:
     """Return the most rows that are computed together."""
-    return ROWS if _has_tiles(facts, features) else STRIP
+    return ROWS if has_tiles(facts, features) else STRIP
 
 
 def make_scratch(
@@ -92,33 +117,39 @@ def make_scratch(
 
     If the CPU has tile registers, set their shapes; the caller must release them.
     """
-    exact = _is_exact(facts, features)
+    exact = is_exact(facts, features)
     size = 2 if exact else 4
     keys, values = (f.stack(BLOCK * facts.head_dim * size) for _ in range(2))
     logits, weights = f.stack(rows * BLOCK * 4), f.stack(rows * BLOCK * size)
     offsets = f.stack(BLOCK // LANES * 8)
-    tiles = TileRegisters(f, f.constant(I64, rows)) if _has_tiles(facts, features) else None
+    tiles = TileRegisters(f, f.constant(I64, rows)) if has_tiles(facts, features) else None
     if tiles is not None:
         tiles.configure()
-    sums = STRIP * WIDE if "avx512f" in features else STRIP
+    sums = most_sums(features)
     return BlockScratch(shared, facts, row, head, sees_from, keys, values, logits, weights, offsets, exact, tiles, sums)
 
 
-def _is_exact(facts: CpuAttention, features: frozenset[str]) -> bool:
+def most_sums(features: frozenset[str]) -> int:
+    """Return the number of vectors of sums that registers hold."""
+    return STRIP * WIDE if "avx512f" in features else STRIP
+
+
+def is_exact(facts: CpuHeads, features: frozenset[str]) -> bool:
+    """Return whether bfloat16 is multiplied without conversion."""
     return facts.dtype == facts.kv_dtype == "bfloat16" and "avx512bf16" in features
 
 
-def _has_tiles(facts: CpuAttention, features: frozenset[str]) -> bool:
+def has_tiles(facts: CpuHeads, features: frozenset[str]) -> bool:
     """Return whether tile registers multiply: heads must fill their rows."""
-    return _is_exact(facts, features) and facts.head_dim * 2 % ROW_BYTES == 0 and features >= FEATURES
+    return is_exact(facts, features) and facts.head_dim * 2 % ROW_BYTES == 0 and features >= FEATURES
 
 
-def query_bytes(scratch: BlockScratch) -> int:
+def query_bytes(scratch: LaidOut) -> int:
     """Return the size of a row of queries in the form that products take."""
     return scratch.facts.head_dim * (2 if scratch.exact else 4)
 
 
-def store_query(f: Function, scratch: BlockScratch, source: Value | None, to: Value) -> None:
+def store_query(f: Function, scratch: LaidOut, source: Value | None, to: Value) -> None:
     """Store a row of queries in the form that products take; zeros if `source` is None."""
     facts = scratch.facts
     if source is not None and not scratch.exact:
@@ -128,12 +159,12 @@ def store_query(f: Function, scratch: BlockScratch, source: Value | None, to: Va
         f.store(f.constant(HALVES, 0) if source is None else f.load(HALVES, source, at), to, at)
 
 
-def state_bytes(facts: CpuAttention) -> int:
+def state_bytes(facts: CpuHeads) -> int:
     """Return the size of a row's running softmax: its sums, its peak in every lane, and its total lane by lane."""
     return (facts.value_width + 2 * LANES) * 4
 
 
-def reset_state(f: Function, state: Value, facts: CpuAttention) -> None:
+def reset_state(f: Function, state: Value, facts: CpuHeads) -> None:
     """Store the state of a row that has seen no token."""
     for i in range(facts.vectors):
         f.store(zero(f), state, 64 * i)
@@ -141,7 +172,7 @@ def reset_state(f: Function, state: Value, facts: CpuAttention) -> None:
     f.store(zero(f), state, 4 * facts.value_width + 64)
 
 
-def merge_state(f: Function, state: Value, later: Value, facts: CpuAttention) -> None:
+def merge_state(f: Function, state: Value, later: Value, facts: CpuHeads) -> None:
     """Merge the state of a row's next chunk into its state."""
     peak_at, total_at = 4 * facts.value_width, 4 * facts.value_width + 64
     old, new = (f.load(VECTOR, pointer, peak_at) for pointer in (state, later))
@@ -152,12 +183,12 @@ def merge_state(f: Function, state: Value, later: Value, facts: CpuAttention) ->
         f.store(f.fma(f.load(VECTOR, later, at), share, f.load(VECTOR, state, at) * keep), state, at)
 
 
-def write_output(f: Function, state: Value, sink: Value, out: Value, facts: CpuAttention) -> None:
+def write_output(f: Function, state: Value, sink: Value | None, out: Value, facts: CpuHeads) -> None:
     """Normalize a row's sums and store its output; a sink adds its exponential to the denominator."""
     peak, total = (f.load(VECTOR, state, 4 * facts.value_width + at) for at in (0, 64))
     total = maths.reduce_lanes(f, total, operator.add)
     share = f.constant(VECTOR, 1.0)
-    if facts.sinks:
+    if sink is not None:
         logit = f.broadcast(f.load(F32, sink), LANES)
         high = f.maximum(peak, logit)
         share = maths.exp(f, peak - high)
@@ -194,7 +225,8 @@ def lay_out_keys(f: Function, scratch: BlockScratch, at: Value, end: Value) -> N
 
     def group(i: Value) -> None:
         keys = f.at(shared.keys, f.load(I64, scratch.offsets, i * 8))
-        _lay_out_group(f, keys, f.at(scratch.keys, i * 64), facts, scratch.exact)
+        tokens = [f.at(keys, token * facts.kv_row_bytes) for token in range(LANES)]
+        lay_out_group(f, tokens, f.at(scratch.keys, i * 64), facts, scratch.exact)
 
     f.loop((end - at + (LANES - 1)) // LANES, group, start=first_seen(f, scratch, at) // LANES)
 
@@ -284,14 +316,13 @@ def value_vectors(
             yield f.shuffle(pair[0], pair[1], [place + side for place in places for side in (0, kind.lanes)])
 
 
-def _lay_out_group(f: Function, tokens: Value, to: Value, facts: CpuAttention, exact: bool) -> None:
-    """Transpose 16 tokens, so that the same word of each token is side by side."""
+def lay_out_group(f: Function, tokens: Sequence[Value], to: Value, facts: CpuHeads, exact: bool) -> None:
+    """Transpose the keys of 16 tokens, so that the same word of each token is side by side."""
     words = facts.head_dim // 2 if exact else facts.head_dim
     for first in range(0, words, LANES):
         count = min(LANES, words - first)
         rows = []
-        for token in range(LANES):
-            pointer = f.at(tokens, token * facts.kv_row_bytes)
+        for pointer in tokens:
             if exact:
                 some = f.load(I32.times(count), pointer, first * 4)
                 rows.append(some if count == LANES else f.shuffle(some, some, [i % count for i in range(LANES)]))
@@ -302,10 +333,10 @@ def _lay_out_group(f: Function, tokens: Value, to: Value, facts: CpuAttention, e
             f.store(column, to, (first + i) * (BLOCK * 4))
 
 
-def softmax_weights(
-    f: Function, logits: list[Value], state: Value, at: Value, query_position: Value, facts: CpuAttention
-) -> tuple[Value, list[Value]]:
-    """Update a row's peak and total; return the factor that rescales its sums, and the weights of a block's tokens."""
+def seen_logits(
+    f: Function, products: list[Value], at: Value, query_position: Value, facts: CpuAttention
+) -> list[Value]:
+    """Return the logits of a block's tokens, of which a query sees some."""
     seen = []
     for i in range(WIDE):
         position = positions(f, at + i * LANES)
@@ -313,7 +344,11 @@ def softmax_weights(
         if facts.window is not None:
             mask = mask & (position > splat(f, query_position - facts.window))
         seen.append(mask)
-    logits = [f.select(mask, capped(f, x, facts), MASKED) for mask, x in zip(seen, logits, strict=True)]
+    return [f.select(mask, capped(f, x, facts), MASKED) for mask, x in zip(seen, products, strict=True)]
+
+
+def softmax_weights(f: Function, logits: list[Value], state: Value, facts: CpuHeads) -> tuple[Value, list[Value]]:
+    """Update a row's peak and total; return the factor that rescales its sums, and the weights of a block's tokens."""
     old, total = (f.load(VECTOR, state, 4 * facts.value_width + at) for at in (0, 64))
     high = f.maximum(f.maximum(logits[0], logits[1]), f.maximum(logits[2], logits[3]))
     peak = f.maximum(old, maths.reduce_lanes(f, high, f.maximum))

@@ -13,9 +13,9 @@ from pallas_kernels.cpu.emit import Function, Value
 from pallas_kernels.cpu.tile_registers import ROWS
 from pallas_kernels.cpu.types import I64
 from pallas_kernels.paged_attention.cpu.advance import (
-    Strip,
     advance,
     advance_tiles,
+    causal_strip,
     lay_out_queries,
     multiply_keys_in_pool,
 )
@@ -158,11 +158,13 @@ def decode(f: Function, item: Value, shared: SharedOperands, facts: CpuAttention
 
                 if own.tiles is None:
                     of_strip = f.at(queries, first * query_bytes(own))
-                    advance(f, own, Strip(of_strip, rows, strip, position_of), at, stop, prefetch_next)
+                    own_strip = causal_strip(f, facts, at, (of_strip, rows), strip, position_of)
+                    advance(f, own, own_strip, at, stop, prefetch_next)
                 else:
                     side_by_side = f.at(columns, s * (ROWS * query_bytes(own)))
                     multiply_keys_in_pool(f, own, own.tiles, side_by_side, strip, at, stop, prefetch)
-                    advance_tiles(f, own, own.tiles, Strip(side_by_side, rows, strip, position_of), at)
+                    own_strip = causal_strip(f, facts, at, (side_by_side, rows), strip, position_of)
+                    advance_tiles(f, own, own.tiles, own_strip)
 
             if own.tiles is not None:
                 lay_out_values(f, own, at, stop, prefetch)
@@ -197,7 +199,7 @@ def decode(f: Function, item: Value, shared: SharedOperands, facts: CpuAttention
             def query_head(g: Value) -> None:
                 state = f.at(first, g * state_bytes(facts))
                 f.loop(chunks, lambda i: merge_state(f, state, f.at(state, i * stride), facts), start=1)
-                sink = f.at(shared.sinks, (head * facts.group + g % facts.group) * 4)
+                sink = f.at(shared.sinks, (head * facts.group + g % facts.group) * 4) if facts.sinks else None
                 write_output(f, state, sink, f.at(shared.out, offset_of(g)), facts)
 
             f.loop(live, query_head)

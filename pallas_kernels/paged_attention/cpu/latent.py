@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from pallas_kernels.cpu.emit import Function, Value
 from pallas_kernels.cpu.types import I1, I64
-from pallas_kernels.paged_attention.cpu.advance import Strip
+from pallas_kernels.paged_attention.cpu.advance import causal_strip
 from pallas_kernels.paged_attention.cpu.blocks import (
     BLOCK,
     CHUNK,
@@ -134,7 +134,7 @@ def attend(f: Function, item: Value, shared: SharedOperands, facts: CpuAttention
     def write(states: Value) -> None:
         def write_row(r: Value) -> None:
             out = f.at(shared.out, (own + r) * (facts.value_width * facts.q_bytes))
-            sink = f.at(shared.sinks, (first + r) % facts.group * 4)
+            sink = f.at(shared.sinks, (first + r) % facts.group * 4) if facts.sinks else None
             write_output(f, f.at(states, r * state_bytes(facts)), sink, out, facts)
 
         f.loop(tile.live, write_row)
@@ -185,7 +185,7 @@ def _block(
             return tile.position + (begin + r) // group
 
         own = f.at(queries, p * panel_bytes(scratch)), f.at(states, p * (PANEL * state_bytes(scratch.facts)))
-        panel = Strip(*own, PANEL, position_of)
+        panel = causal_strip(f, scratch.facts, at, own, PANEL, position_of)
         sees = position_of(f.constant(I64, PANEL - 1)) >= at
         f.when(sees, lambda: advance_panel(f, scratch, panel, at, end, ahead))
 

@@ -90,7 +90,7 @@ def advance_panel(f: Function, scratch: BlockScratch, panel: Strip, at: Value, e
     if scratch.tiles is not None:
         prefetch = prefetch_of(f, scratch.facts, ahead, _CACHE)
         multiply_keys_in_pool(f, scratch, scratch.tiles, panel.queries, PANEL, at, end, prefetch)
-        advance_tiles(f, scratch, scratch.tiles, panel, at)
+        advance_tiles(f, scratch, scratch.tiles, panel)
         return
     facts = scratch.facts
     _multiply_rows(f, scratch, panel.queries, at, end, ahead)
@@ -99,7 +99,7 @@ def advance_panel(f: Function, scratch: BlockScratch, panel: Strip, at: Value, e
     def weigh(r: Value) -> None:
         logits = [f.load(VECTOR, scratch.logits, r * (BLOCK * 4) + 64 * i) for i in range(WIDE)]
         state = f.at(panel.states, r * state_bytes(facts))
-        keep, shares = softmax_weights(f, logits, state, at, panel.position_of(r), facts)
+        keep, shares = softmax_weights(f, panel.logits_of(r, logits), state, facts)
         f.store(keep, keeps, r * 64)
         for i, share in enumerate(shares):
             if scratch.exact:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from pallas_kernels.cpu.emit import Function, Value
 from pallas_kernels.cpu.types import I64
-from pallas_kernels.paged_attention.cpu.advance import Strip, advance, advance_tiles, multiply_keys
+from pallas_kernels.paged_attention.cpu.advance import advance, advance_tiles, causal_strip, multiply_keys
 from pallas_kernels.paged_attention.cpu.blocks import (
     BLOCK,
     CHUNK,
@@ -111,7 +111,7 @@ def prefill(
     def write(r: Value) -> None:
         own_head = r % facts.group
         to = f.at(shared.out, own + r // facts.group * stride + own_head * (facts.head_dim * facts.q_bytes))
-        sink = f.at(shared.sinks, (head * facts.group + own_head) * 4)
+        sink = f.at(shared.sinks, (head * facts.group + own_head) * 4) if facts.sinks else None
         write_output(f, f.at(tile.states, r * state_bytes(facts)), sink, to, facts)
 
     f.loop(count * facts.group, write)
@@ -157,12 +157,12 @@ def _block(f: Function, tile: _QueryTile, scratch: BlockScratch, states: Value, 
             def position_of(r: Value) -> Value:
                 return tile.first + (begin + r) // group
 
-            strip = Strip(queries, own, tile.strip_rows, position_of)
+            strip = causal_strip(f, scratch.facts, at, (queries, own), tile.strip_rows, position_of)
             if scratch.tiles is None:
                 advance(f, scratch, strip, at, end)
             else:
                 multiply_keys(f, scratch, scratch.tiles, queries)
-                advance_tiles(f, scratch, scratch.tiles, strip, at)
+                advance_tiles(f, scratch, scratch.tiles, strip)
 
         f.when(tile.first + (begin + (tile.strip_rows - 1)) // group >= at, attend)
 

@@ -19,35 +19,16 @@ TASK_BYTES = 32
 
 
 @dataclasses.dataclass(frozen=True)
-class CpuAttention:
-    """The static facts of a call, which `writes` new tokens or only reads. Dtypes are numpy's names.
-
-    With `max_queries`, which implies `decode_only`, decode's code computes rows of up to this many queries. Rows before
-    the chunks are left out with `chunks_only`. With `value_dim` the pool has latent rows, whose code is the same for
-    all rows of the batch.
-    """
+class CpuHeads:
+    """The static facts of heads: `group` query heads to a KV head. Dtypes are numpy's names."""
 
     group: int
     head_dim: int
-    page_size: int
+    value_dim: int | None
     dtype: str
     kv_dtype: str
     scale: float
-    window: int | None
     soft_cap: float | None
-    sinks: bool
-    decode_only: bool
-    max_queries: int | None
-    writes: bool
-    value_dim: int | None
-    chunks_only: bool
-
-    @property
-    def name(self) -> str:
-        """A name that is unique for these facts."""
-        kind = "decode" if self.decode_only else "mixed" if self.value_dim is None else "latent"
-        digest = hashlib.sha256(repr(dataclasses.astuple(self)).encode()).hexdigest()[:16]
-        return f"llvm_paged_attention_{kind}_{self.group}x{self.head_dim}_{digest}"
 
     @property
     def value_width(self) -> int:
@@ -60,19 +41,44 @@ class CpuAttention:
         return self.value_width // LANES
 
     @property
-    def num_pools(self) -> int:
-        """Arrays that have pages."""
-        return 2 if self.value_dim is None else 1
-
-    @property
     def q_bytes(self) -> int:
         """Size of one number of the queries."""
         return 2 if self.dtype == "bfloat16" else 4
 
     @property
     def kv_bytes(self) -> int:
-        """Size of one number of the pool."""
+        """Size of one number of keys and values."""
         return 2 if self.kv_dtype == "bfloat16" else 4
+
+
+@dataclasses.dataclass(frozen=True)
+class CpuAttention(CpuHeads):
+    """The static facts of a call, which `writes` new tokens or only reads.
+
+    With `max_queries`, which implies `decode_only`, decode's code computes rows of up to this many queries. Rows before
+    the chunks are left out with `chunks_only`. With `value_dim` the pool has latent rows, whose code is the same for
+    all rows of the batch.
+    """
+
+    page_size: int
+    window: int | None
+    sinks: bool
+    decode_only: bool
+    max_queries: int | None
+    writes: bool
+    chunks_only: bool
+
+    @property
+    def name(self) -> str:
+        """A name that is unique for these facts."""
+        kind = "decode" if self.decode_only else "mixed" if self.value_dim is None else "latent"
+        digest = hashlib.sha256(repr(dataclasses.astuple(self)).encode()).hexdigest()[:16]
+        return f"llvm_paged_attention_{kind}_{self.group}x{self.head_dim}_{digest}"
+
+    @property
+    def num_pools(self) -> int:
+        """Arrays that have pages."""
+        return 2 if self.value_dim is None else 1
 
     @property
     def kv_row_bytes(self) -> int:
@@ -137,7 +143,7 @@ def store_row(f: Function, row: list[Value], pointer: Value, dtype: str) -> None
             f.store(numbers, pointer, 64 * i)
 
 
-def capped(f: Function, logits: Value, facts: CpuAttention) -> Value:
+def capped(f: Function, logits: Value, facts: CpuHeads) -> Value:
     """Scale and cap products of queries and keys."""
     logits = logits * facts.scale
     if facts.soft_cap is None:
