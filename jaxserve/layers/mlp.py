@@ -7,24 +7,17 @@ from collections.abc import Callable, Mapping
 
 import flax.struct
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxserve.layers.linear import linear, row_parallel
-from pallas_kernels.activation import gated_silu
+from pallas_kernels.activation import gated_silu, gelu
 from pallas_kernels.quantized_matmul import HeldWeight
-
-
-def _gelu(x: Array) -> Array:
-    """Return x times the normal distribution's share below it, in float32: its tails lose digits in bfloat16."""
-    return jax.nn.gelu(x.astype(jnp.float32), approximate=False).astype(x.dtype)
-
 
 _tanh_gelu = functools.partial(jax.nn.gelu, approximate=True)
 ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
     "relu": jax.nn.relu,
-    "gelu": _gelu,
+    "gelu": gelu,
     "gelu_new": _tanh_gelu,
     "gelu_fast": _tanh_gelu,
     "gelu_pytorch_tanh": _tanh_gelu,

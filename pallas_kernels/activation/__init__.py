@@ -1,5 +1,5 @@
-"""The activation of gated feed-forward blocks."""
+"""The activations of feed-forward blocks."""
 
-from pallas_kernels.activation.api import gated_silu
+from pallas_kernels.activation.api import gated_silu, gelu
 
-__all__ = ["gated_silu"]
+__all__ = ["gated_silu", "gelu"]

@@ -1,13 +1,15 @@
-"""The gated activation against its definition in float64."""
+"""The activations against their definitions in float64."""
 
 from __future__ import annotations
+
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.activation import gated_silu
+from pallas_kernels.activation import gated_silu, gelu
 
 EDGES = [0.0, -0.0, 87.0, 89.0, 200.0, -87.0, -89.0, -200.0, 1e30, -3e38, float("inf"), float("nan")]
 
@@ -44,3 +46,22 @@ def test_a_row_does_not_depend_on_other_rows() -> None:
     x = jnp.asarray(np.random.default_rng(1).standard_normal((40, 2 * 1536)), jnp.bfloat16)
     many = np.asarray(jax.jit(gated_silu)(x))
     np.testing.assert_array_equal(jax.jit(gated_silu)(x[17:18]), many[17:18])
+
+
+@pytest.mark.parametrize(("tokens", "width"), [(1, 48), (33, 1536), (5, 24)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_gelu_equals_its_definition(dtype: str, tokens: int, width: int) -> None:
+    given = np.random.default_rng(0).standard_normal((tokens, width)) * 3
+    given[-1, : len(EDGES)] = EDGES
+    x = jnp.asarray(given, dtype)
+    exact = np.asarray(x, np.float64)
+    with np.errstate(invalid="ignore"):
+        expected = exact * (1 + np.vectorize(math.erf)(exact * math.sqrt(0.5))) / 2
+    expected[exact < -30] = 0.0
+    found = jax.jit(gelu)(x)
+    assert found.dtype == x.dtype
+    finite, numbers = np.isfinite(exact), np.asarray(found, np.float64)
+    error = np.abs(numbers[finite] - expected[finite])
+    bound = np.abs(expected) * {"float32": 3e-7, "bfloat16": 2**-8}[dtype] + np.abs(exact).clip(max=30) * 2e-7
+    assert (error <= bound[finite]).all()
+    np.testing.assert_array_equal(numbers[~finite], expected[~finite])
