@@ -15,7 +15,7 @@ import argparse
 import json
 import shutil
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,16 +77,18 @@ def write_json(path: Path, content: Any) -> None:
     path.write_text(json.dumps(content, indent=1) + "\n")
 
 
-def write_tokenizer(folder: Path, end: str = "") -> None:
-    """Write a tokenizer of bytes with the tokens `yes` and `no`; it appends the special token `end` to each text."""
+def write_tokenizer(folder: Path, end: str = "", bos: str = "") -> None:
+    """Write a tokenizer of bytes with the tokens `yes` and `no`; special tokens begin and `end` each text."""
     merged = [a + b for a, b in MERGES]
     backend = Tokenizer(models.BPE({token: i for i, token in enumerate([*BYTES, *merged])}, list(MERGES)))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(list(SPECIAL))
     if end:
-        ids = [(end, backend.token_to_id(end))]
-        backend.post_processor = processors.TemplateProcessing(f"$A {end}", f"$A $B {end}", ids)
+        ids = [(each, backend.token_to_id(each)) for each in (bos, end) if each]
+        first = f"{bos} $A" if bos else "$A"
+        pair = f"{first} {end} $B {end}" if bos else f"{first} $B {end}"
+        backend.post_processor = processors.TemplateProcessing(f"{first} {end}", pair, ids)
     fast = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>")
     fast.save_pretrained(folder)
 
@@ -117,18 +119,24 @@ def write_model(folder: Path, auto: Any, config: dict[str, Any], architecture: s
 
 
 @torch.no_grad()
-def write_expected(folder: Path, vectors: Vectors, embed: Callable[[str], Any] | None = None, **more: Any) -> None:
+def write_expected(
+    folder: Path,
+    vectors: Vectors,
+    embed: Callable[[str], Any] | None = None,
+    texts: Sequence[str] = TEXTS,
+    **more: Any,
+) -> None:
     """Write the vector of each text; `embed` returns that of sentence-transformers."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     cases = []
-    for text in TEXTS:
+    for text in texts:
         ids = tokenizer(text)["input_ids"]
-        case = {"text": text, "ids": ids, "vector": _numbers(vectors(ids))}
-        cases.append(case if embed is None else {**case, "embedding": _numbers(embed(text))})
+        case = {"text": text, "ids": ids, "vector": numbers(vectors(ids))}
+        cases.append(case if embed is None else {**case, "embedding": numbers(embed(text))})
     write_json(folder / "expected.json", {"cases": cases, **more})
 
 
-def _numbers(vector: Any) -> list[float]:
+def numbers(vector: Any) -> list[float]:
     return [float(f"{x:.8g}") for x in torch.as_tensor(vector).flatten().tolist()]
 
 
@@ -143,7 +151,7 @@ def of_sentences(folder: Path, **more: Any) -> None:
             features = module(features)
         return features["sentence_embedding"][0]
 
-    prompted = {name: _numbers(model.encode(TEXTS[1], prompt_name=name)) for name in model.prompts}
+    prompted = {name: numbers(model.encode(TEXTS[1], prompt_name=name)) for name in model.prompts}
     write_expected(folder, vectors, lambda text: model.encode(text, prompt=""), prompted=prompted, **more)
 
 
@@ -239,19 +247,20 @@ def qwen2_reward(folder: Path) -> None:
 MAKERS = [qwen3_embedding, llama_mean_dense, qwen3_reranker, qwen3_score, gemma2_labels, qwen2_reward]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+def make(makers: list[Callable[[Path], None]], description: str | None) -> None:
+    """Make the folders that the command line names, by default all."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0] if description else None)
     parser.add_argument("names", nargs="*", help="folders of tests/fixtures/pooled; default: all")
     wanted = parser.parse_args().names
-    for make in MAKERS:
-        if not wanted or make.__name__ in wanted:
-            folder = FIXTURES / make.__name__
+    for maker in makers:
+        if not wanted or maker.__name__ in wanted:
+            folder = FIXTURES / maker.__name__
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
-            make(folder)
+            maker(folder)
             size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
             print(f"{folder.name:20} {size / 1e3:6.0f} kB")
 
 
 if __name__ == "__main__":
-    main()
+    make(MAKERS, __doc__)

@@ -12,6 +12,7 @@ from typing import Any
 
 from jaxserve.errors import ConfigError
 from jaxserve.model_source.architectures import ModelClass
+from jaxserve.model_source.encoder_heads import encoder_head
 from jaxserve.model_source.fields import WIDTH, Fields, abbreviate
 from jaxserve.model_source.pooling import LabelActivation, PooledLayer, PooledTask, Pooling
 from jaxserve.model_source.sentence_modules import sentence_fields
@@ -45,6 +46,11 @@ class LabelHeads:
         """Return the task of a head with layers of its own, of a classifier or of a reward model."""
         is_reward, width = self.model.head == "reward", self._width
         labels = _labels(self.fields, 1 if is_reward else 2)
+        if self.model.is_encoder:
+            pooling = encoder_head(self.model, self.fields, width, len(labels))
+            activation = self._activation(len(labels))
+            found = _task(pooling.layers, labels, activation, scores_pairs=len(labels) == 1)
+            return dataclasses.replace(found, pooling=pooling)
         if is_reward:
             first = PooledLayer("score.0", width, width, has_bias=True, activation="relu")
             last = PooledLayer("score.2", width, len(labels), has_bias=True)

@@ -32,6 +32,8 @@ from jaxserve.model_source.source import ModelSource
 Runner = Literal["auto", "generate", "pooling"]
 Convert = Literal["auto", "none", "embed", "classify"]
 Method = Literal["auto", "last", "mean", "cls", "all"]
+# The names that the width has in the configs of some families
+_WIDTHS = {"DistilBertModel": "dim", "NomicBertModel": "n_embd"}
 _NAMED_METHODS: dict[str, PoolingMethod] = {"avg": "mean", "cls": "cls", "last": "last"}
 
 
@@ -82,7 +84,8 @@ class _Checkpoint:
         self._source = source
         # A model with an encoder has some of these fields beside those of its text model
         inner = Fields(raw, self.where).object("text_config")
-        self._fields = Fields({**inner, **raw}, self.where)
+        width = _WIDTHS.get(self.model_class.family, "")
+        self._fields = Fields({**inner, **raw}, self.where).renamed({width: "hidden_size"} if width in raw else {})
         self._folder = None if source is None or source.kind == "gguf" else source.path
 
     @property

@@ -29,9 +29,10 @@ ApplyLayer = Callable[[int, Float[Array, "tokens dim"], Any, KVPools, KVLayer], 
 
 @flax.struct.dataclass
 class LayerParams:
-    """The weights of one decoder layer. The norms of the outputs of attention and feed-forward block may be None."""
+    """The weights of one decoder layer. The norms before attention, and of the outputs of attention and feed-forward
+    block, may be None."""
 
-    attention_norm: Array | LayerNormParams
+    attention_norm: Array | LayerNormParams | None
     attention: AttentionParams | LatentAttentionParams | DeltaNetParams
     attended_norm: Array | None
     mlp_norm: Array | LayerNormParams

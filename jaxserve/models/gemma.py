@@ -57,7 +57,8 @@ def parse(fields: Fields) -> Config:
         tie_word_embeddings=True,
     )
     layers, max_position, head_dim = sizes["num_layers"], sizes["max_position_embeddings"], sizes["head_dim"]
-    refuse(fields, hidden_activation=ACTIVATION, hidden_act=ACTIVATION, use_bidirectional_attention=False)
+    refuse(fields, hidden_activation=ACTIVATION, hidden_act=ACTIVATION)
+    bidirectional = is_3 and fields.boolean("use_bidirectional_attention", False)
     if fields.raw.get("sliding_window", _WINDOW) is None:
         raise fields.error("sliding_window", "a number of tokens")
     refuse(fields, sliding_window_size=fields.integer("sliding_window", CONTEXT, _WINDOW))
@@ -69,6 +70,9 @@ def parse(fields: Fields) -> Config:
     else:
         period = 2
         rope = local_rope = read_rope(fields, max_position, head_dim)
+    windows = read_windows(fields, layers, periodic_layer_types(period, layers), _WINDOW)
+    if bidirectional:  # Then half of a window is on each side
+        windows = tuple(None if window is None else window // 2 for window in windows)
     return Config(
         **sizes,
         norm_eps=fields.number("rms_norm_eps", NORM_EPSILON, 1e-6),
@@ -79,7 +83,7 @@ def parse(fields: Fields) -> Config:
         qk_norm=is_3,
         score_cap=read_cap(fields, "attn_logit_softcapping", None if is_3 else 50.0),
         logit_cap=read_cap(fields, "final_logit_softcapping", None if is_3 else 30.0),
-        windows=read_windows(fields, layers, periodic_layer_types(period, layers), _WINDOW),
+        windows=windows,
     )
 
 

@@ -59,6 +59,7 @@ _FAMILIES: dict[str, ModuleType] = {
     "Gemma3ForCausalLM": gemma,
     "Gemma4ForCausalLM": gemma4,
     "Gemma4UnifiedForCausalLM": gemma4,
+    "GteModel": encoders.gte,
     "Glm4ForCausalLM": glm,
     "Glm4MoeForCausalLM": mixtures.glm,
     "Glm4MoeLiteForCausalLM": mixtures.deepseek,
@@ -82,6 +83,10 @@ _FAMILIES: dict[str, ModuleType] = {
     "Qwen3NextForCausalLM": qwen3_next,
     "Qwen3_5ForCausalLM": qwen3_next,
     "Qwen3_5MoeForCausalLM": qwen3_next,
+    "MPNetModel": encoders.mpnet,
+    "ModernBertModel": encoders.modernbert,
+    "NewModel": encoders.gte,
+    "NomicBertModel": encoders.nomic,
     "RobertaModel": encoders.bert,
     "SeedOssForCausalLM": seed_oss,
     "SmolLM3ForCausalLM": smollm3,
@@ -161,6 +166,8 @@ def parse_model_config(
         architecture = kinds[kind]
         fields = Fields({**tied, **text, "architectures": [architecture]}, f"{where}: text_config")
         quantization = read_quantization(fields) or quantization
+    if model_class.bidirectional:
+        fields.get("use_bidirectional_attention")
     config: ModelConfig = _FAMILIES[architecture].parse(fields)
     refuse_unread(fields)
     config = dataclasses.replace(config, quantization=quantization, bidirectional=model_class.bidirectional)

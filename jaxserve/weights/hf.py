@@ -36,7 +36,7 @@ _ENCODER_PREFIXES = ("bert.", "distilbert.", "gte.", "mpnet.", "new.", "nomic_be
 # The endings of the first BERTs' layer norms, as TensorFlow names them
 _OLD_ENDINGS = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 # What the names of a model's tensors begin with if it was saved without its head
-_WITHOUT_HEAD = ("layers.", "embed_tokens.", "norm.")
+_WITHOUT_HEAD = ("layers.", "embed_tokens.", "norm.", "embeddings.", "final_norm.")
 _OF_A_DRAFT_HEAD = "fc.weight"
 _MISTRAL = "consolidated"
 _READABLE = ("F64", "F32", "F16", "BF16")
@@ -130,7 +130,8 @@ def _name_alone(name: str) -> str:
 
 def _is_without_head(names: Collection[str]) -> bool:
     """Return whether names are those of a model that was saved without its head; a head that drafts has such, too."""
-    return {"embed_tokens.weight", "norm.weight"} <= set(names) and _OF_A_DRAFT_HEAD not in names
+    encodes = "embeddings.tok_embeddings.weight" in names
+    return encodes or ({"embed_tokens.weight", "norm.weight"} <= set(names) and _OF_A_DRAFT_HEAD not in names)
 
 
 def _in_model(name: str) -> str:

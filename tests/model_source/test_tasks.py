@@ -107,7 +107,7 @@ def test_what_is_served(
         ({}, {}, {"convert": "classify", "pooling": "mean"}, "labels are made of the last token"),
         ({"architectures": ["Qwen2ForProcessRewardModel"]}, {}, {}, "Qwen2ForProcessRewardModel has a head that"),
         ({"architectures": ["Qwen3ForTokenClassification"]}, {}, {}, "labels each token, which is not supported yet"),
-        ({"is_causal": False}, {}, {"runner": "generate"}, "runner=generate: tokens of Qwen3ForCausalLM attend to later"),
+        ({"is_causal": False}, {}, {"runner": "generate"}, "tokens of Qwen3ForCausalLM attend to later"),
         ({"use_bidirectional_attention": True}, {}, {"runner": "generate"}, "ForCausalLM attend to later ones"),
         ({"architectures": ["BertModel"]}, {}, {"runner": "generate"}, "tokens of BertModel attend to later ones"),
         ({}, {}, {"convert": "embed", "pooling": "cls"}, "pooling cls is not supported for Qwen3ForCausalLM, whose"),
@@ -163,9 +163,9 @@ def test_what_is_served(
         ({}, modules("Pooling"), {}, "1_Pooling/config.json can't be read"),
         (
             {},
-            "pooling cls is not supported for Qwen3ForCausalLM, whose first",
+            modules("Pooling", Pooling={"pooling_mode_cls_token": True}),
             {},
-            "pooling_mode cls is not supported; lasttoken and mean are",
+            "pooling cls is not supported for Qwen3ForCausalLM, whose first",
         ),
         ({}, modules("Pooling", Pooling={"pooling_mode": ["mean", "max"]}), {}, "pooling_mode mean \\+ max is not"),
         (

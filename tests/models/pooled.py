@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,12 @@ from jaxserve.config.schema import EngineConfig
 from jaxserve.config.served_checkpoint import ServedCheckpoint, read_served_checkpoint
 from jaxserve.layers.linear import linear
 from jaxserve.model_source import ModelSource, resolve
+from jaxserve.model_source.architectures import model_class_of
+from jaxserve.model_source.fields import read_json
+from jaxserve.models.config import ModelConfig
+from jaxserve.models.decoder import norm
 from jaxserve.models.layout import AnyModel, LaidOutModel
+from jaxserve.models.parameters import PooledParams
 from jaxserve.models.registry import abstract_params, family, forward, parse_model_config
 from jaxserve.quant import Shards, choose_weights, hold_weights, method_of
 from jaxserve.runtime.devices.mesh import make_mesh, partitions, shardings
@@ -27,7 +33,11 @@ from pallas_kernels.target import CPU
 from tests.models.forward import empty_pools, whole_prompt
 
 POOLED = Path(__file__).parents[1] / "fixtures" / "pooled"
-FOLDERS = sorted(path.name for path in POOLED.iterdir())
+_FOLDERS = sorted(path.name for path in POOLED.iterdir())
+ENCODERS = [name for name in _FOLDERS if model_class_of(read_json(POOLED / name / "config.json"), name).bidirectional]
+"""The fixtures of models that compute whole texts."""
+FOLDERS = [name for name in _FOLDERS if name not in ENCODERS]
+"""The fixtures of other models."""
 SETTINGS: dict[str, dict[str, Any]] = {"qwen3_reranker": {"convert": "classify"}}
 """The settings that a fixture needs to be served for its task, by name."""
 _SIZE = 128
@@ -43,12 +53,15 @@ _ACTIVATIONS: dict[str, Any] = {
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A text, its ids, its vector before normalization and activation, and the normalized one if it is an embedding."""
+    """A text or a pair, its ids, its vector before normalization and activation, and the normalized one if it is an
+    embedding. If the model tells the texts of a pair apart, `second_start` is the first token of the second."""
 
     text: str
+    second: str | None
     ids: list[int]
     vector: np.ndarray
     embedding: np.ndarray | None
+    second_start: int | None
 
 
 def pooled_source(name: str) -> ModelSource:
@@ -65,7 +78,14 @@ def expected(name: str) -> dict[str, Any]:
 def cases(name: str) -> list[Case]:
     """Return the cases of a fixture."""
     return [
-        Case(each["text"], each["ids"], np.array(each["vector"], np.float32), _array(each.get("embedding")))
+        Case(
+            each["text"],
+            each.get("second"),
+            each["ids"],
+            np.array(each["vector"], np.float32),
+            _array(each.get("embedding")),
+            each.get("second_start"),
+        )
         for each in expected(name)["cases"]
     ]
 
@@ -115,11 +135,20 @@ def _vector(model: AnyModel, params: Any, tokens: jax.Array, length: jax.Array) 
     batch = whole_prompt(tokens, length, len(model.kv_specs()))
     kv = empty_pools(model, len(tokens), params.norm.dtype)
     hidden = forward(model, params, family(model).embed(model, params, batch), batch, kv, REFERENCE).hidden
-    pooling = model.config.pooling
+    return pool(model.config, params.pooled, hidden, length)
+
+
+def pool(config: ModelConfig, pooled: Sequence[PooledParams], hidden: jax.Array, length: jax.Array) -> jax.Array:
+    """Return the vector of a text of so many tokens, of its hidden states and padding after them."""
+    pooling = config.pooling
     assert pooling is not None
-    kept = (jnp.arange(len(tokens)) < length)[:, None]
-    x = jnp.where(kept, hidden, 0).sum(axis=0) / length if pooling.method == "mean" else hidden[length - 1]
-    for layer, weights in zip(pooling.layers, params.pooled, strict=True):
+    kept = (jnp.arange(len(hidden)) < length)[:, None]
+    x = {
+        "mean": jnp.where(kept, hidden, 0).sum(axis=0) / length,
+        "last": hidden[length - 1],
+        "cls": hidden[0],
+    }[pooling.method]
+    for layer, weights in zip(pooling.layers, pooled, strict=True):
         x = linear(x[None], weights.weight, weights.bias, out_dtype=jnp.float32)[0, : layer.outputs]
-        x = _ACTIVATIONS[layer.activation](x)
+        x = norm(_ACTIVATIONS[layer.activation](x), weights.norm, layer.norm_eps)
     return x
