@@ -20,6 +20,8 @@ UNOPTIMIZED := XLA_FLAGS=--xla_backend_optimization_level=0
 PROVED ?= write
 # Which fourteenth of what `make test` leaves out `make test-part` runs: a number, or that of the day.
 PART ?= today
+# The built-in models that tests use.
+TEST_MODELS := smollm2-135m-instruct all-minilm-l6-v2
 
 PLUGINS := jax-cuda12-plugin jax-cuda12-pjrt jax-cuda13-plugin jax-cuda13-pjrt libtpu
 OTHER_PLUGINS = $(foreach name,$(PLUGINS),$(if $(findstring $(EXTRA),$(name)),,$(name)))
@@ -51,7 +53,7 @@ run: .venv/.installed
 	@.venv/bin/python scripts/run --port $(PORT)
 
 test: .venv/.installed-dev
-	@.venv/bin/jaxserve pull
+	@.venv/bin/jaxserve pull $(TEST_MODELS)
 	$(UNOPTIMIZED) .venv/bin/pytest $(WORKERS) --proved=$(PROVED) -m 'not aot and not grid' --ignore=tests/aot
 
 # Nothing is installed if all cases are proved for what would be.
@@ -72,13 +74,13 @@ test-oldest: .venv-oldest/.installed
 	    tests/layers tests/models tests/runtime
 
 test-full: .venv/.installed-dev .venv-aot/.installed
-	@.venv/bin/jaxserve pull
+	@.venv/bin/jaxserve pull $(TEST_MODELS)
 	JAXSERVE_TESTS=full .venv/bin/pytest $(WORKERS) -m 'not aot'
 	JAX_PLATFORMS=cpu .venv-aot/bin/python -m pytest -n 2 -m aot tests/aot
 
 # Another fourteenth of the cases each day, so that all of them are seen within two weeks.
 test-part: .venv/.installed-dev .venv-aot/.installed
-	@.venv/bin/jaxserve pull
+	@.venv/bin/jaxserve pull $(TEST_MODELS)
 	JAXSERVE_TESTS=full $(UNOPTIMIZED) .venv/bin/pytest $(WORKERS) --part=$(PART) -m 'grid and not aot' --ignore=tests/aot
 	JAX_PLATFORMS=cpu .venv-aot/bin/python -m pytest -n 2 --part=$(PART) -m 'grid and aot' tests/aot
 

@@ -61,7 +61,7 @@ ORDER_INSIDE = {
     "jaxserve.layers": "axes batch exchange | linear norm rope vocabulary | attention delta_net embedding mlp | "
                        "latent_attention mixture",
     "jaxserve.llm": "outputs | generation pooling | llm",
-    "jaxserve.model_source": "builtin fields gguf_architectures pooling | architectures gguf_metadata "
+    "jaxserve.model_source": "builtin_models fields gguf_architectures pooling | architectures builtin gguf_metadata "
                              "sentence_modules | gguf_config | source | token_ids | label_heads | tasks",
     "jaxserve.models": "config dtypes read_fields rope | layout | parameters | decoder other_attention | gemma llama | "
                        "cohere glm granite ministral3 mixtures olmo phi3 seed_oss smollm3 starcoder2 | "

@@ -4,7 +4,8 @@
 `pull` downloads a built-in model. Never opens weights or tokenizers, never imports jax.
 """
 
-from jaxserve.model_source.builtin import BUILTIN_MODELS, jaxserve_home, pull
+from jaxserve.model_source.builtin import jaxserve_home, pull
+from jaxserve.model_source.builtin_models import BUILTIN_MODELS
 from jaxserve.model_source.source import (
     CHECKPOINT_FILE,
     ModelSource,

