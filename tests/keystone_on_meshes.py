@@ -23,6 +23,7 @@ from jaxserve.engine.core.loop import EngineLoop
 from jaxserve.engine.multihost.process_group import ProcessGroup
 from jaxserve.worker import build_engine
 from tests.drafts import draft_any_lengths
+from tests.test_encoders import ENCODER, SIZES, check_crowd, random_texts
 from tests.test_keystone import (
     DEEP,
     FULL,
@@ -89,6 +90,7 @@ MODELS = {
     "mean": FULL,
     "hybrid-last": HYBRID,
     "groups-vectors": GROUPS,
+    "encoder": ENCODER,
 }
 RAGGED: dict[str, Any] = {"all2all_backend": "ragged_all_to_all", "enable_dp_attention": True}
 TWO_POOLS: dict[str, Any] = {"swa_full_tokens_ratio": 0.5}
@@ -143,6 +145,8 @@ def settings(model: str, shape: str, **more: Any) -> EngineConfig:
     if more.get("speculative_method") == "draft":
         more["speculative_model"] = model
     tensor *= data if more.get("enable_dp_attention") else 1
+    if shape.endswith("encoder"):
+        return EngineConfig(model=model, dp_size=data, load_format="dummy", disable_program_cache=True, **SIZES)
     common: dict[str, Any] = {
         "load_format": "dummy",
         "dtype": "float32",
@@ -156,6 +160,8 @@ def serve_on_mesh(
     config: EngineConfig, group: ProcessGroup | None = None, model: dict[str, Any] = FULL
 ) -> dict[str, Any]:
     """Serve all requests, compare greedy tokens with a naive recompute, and return the sampled ones with counters."""
+    if model is ENCODER:
+        return _serve_texts(config, group)
     if config.convert == "embed":
         naive_hidden([0], model)  # it compiles
     loop, info = build_engine(config, group)
@@ -194,6 +200,14 @@ def serve_on_mesh(
         "drafted": stats.draft_tokens,
         "compiles": stats.compiles_after_ready,
     }
+
+
+def _serve_texts(config: EngineConfig, group: ProcessGroup | None) -> dict[str, Any]:
+    """Serve whole texts, and compare each with itself alone."""
+    loop, _ = build_engine(config, group)
+    rng = random.Random("texts")
+    check_crowd(loop, random_texts(rng, 60, ENCODER["vocab_size"]), rng, 0.0)
+    return {"tokens": {}, "compiles": loop.stats().compiles_after_ready}
 
 
 def write_model(folder: Path, model: dict[str, Any] = FULL) -> None:
