@@ -8,7 +8,8 @@ from pallas_kernels.dispatch import Backend
 from pallas_kernels.packed_attention.arguments import PackedOptions, PackedProblem, Texts
 from pallas_kernels.packed_attention.triton.kernel import TritonPacked, attend
 from pallas_kernels.paged_attention.problem import Problem
-from pallas_kernels.paged_attention.triton.block_sizes import prefill_blocks_for
+from pallas_kernels.paged_attention.triton.block_sizes import prefill_blocks_for, queries_in_registers
+from pallas_kernels.paged_attention.triton.prefill import PrefillBlocks
 from pallas_kernels.target import KernelTarget
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -49,7 +50,20 @@ def packed_attention(
         interpret=backend.interpret,
     )
     problem = Problem(heads, kv_heads, head_dim, _PAGE_SIZE, q.dtype, k.dtype)
-    sizes = prefill_blocks_for(problem, backend.target)
-    # Half of the stages of a paged kernel hold page ids
-    blocks = sizes._replace(num_stages=(sizes.num_stages + 1) // 2)
+    blocks = _blocks_for(problem, backend.target, has_bias=options.distance_bias is not None)
     return attend(q, k, v, texts, options.distance_bias, facts, blocks)
+
+
+def _blocks_for(problem: Problem, target: KernelTarget, *, has_bias: bool) -> PrefillBlocks:
+    """Return the block sizes of paged attention's prefill, but smaller ones where registers don't hold as much here.
+
+    Masks have two sides, and a tile of biases is as large as one of logits.
+    """
+    sizes = prefill_blocks_for(problem, target)
+    if problem.head_dim > 128 and queries_in_registers(target):
+        sizes = sizes._replace(block_q=min(sizes.block_q, 32))
+    if has_bias:
+        programs = max(1, sizes.programs * sizes.num_warps // 8)
+        sizes = sizes._replace(block_kv=min(sizes.block_kv, 32), num_warps=8, programs=programs)
+    # Half of the stages of a paged kernel hold page ids
+    return sizes._replace(num_stages=(sizes.num_stages + 1) // 2)
