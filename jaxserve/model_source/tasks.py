@@ -16,8 +16,8 @@ from typing import Any, Literal
 from jaxserve.errors import ConfigError
 from jaxserve.model_source.architectures import ModelClass, model_class_of
 from jaxserve.model_source.fields import WIDTH, Fields
-from jaxserve.model_source.gguf_config import GGUFPooling, pooling_of_gguf
 from jaxserve.model_source.gguf_metadata import GGUFMetadata
+from jaxserve.model_source.gguf_pooling import GGUFPooling, dense_layers, label_layers, pooling_of_gguf
 from jaxserve.model_source.label_heads import TOKENS, LabelHeads
 from jaxserve.model_source.pooling import ModelTask, PooledTask, Pooling, PoolingMethod
 from jaxserve.model_source.sentence_modules import (
@@ -108,6 +108,8 @@ class _Checkpoint:
         """Return the task of embedding texts."""
         pooler = self._pooler
         layers = () if pooler is None else pooler.layers()
+        if self._gguf is not None:
+            layers = dense_layers(self._gguf)
         pooling = Pooling(self._method() if method == "auto" else method, layers)
         if pooling.method == "cls" and not self.model_class.bidirectional:
             raise ConfigError(
@@ -137,6 +139,9 @@ class _Checkpoint:
             found = heads.of_token_texts()
         elif self.model_class.head in ("labels", "reward"):
             found = heads.of_own_layers()
+        elif self._gguf is not None and self.model_class.is_encoder:
+            labels = self._gguf.array(f"{self._gguf.get('general.architecture')}.classifier.output_labels")
+            found = heads.of_encoder(Pooling("cls", label_layers(self._gguf)), labels)
         else:
             found = heads.of_reranker()
         return self._with_texts(found)
@@ -156,8 +161,12 @@ class _Checkpoint:
 
     @functools.cached_property
     def _gguf_pooling(self) -> GGUFPooling:
+        return "none" if self._gguf is None else pooling_of_gguf(self._gguf)
+
+    @functools.cached_property
+    def _gguf(self) -> GGUFMetadata | None:
         source = self._source
-        return pooling_of_gguf(GGUFMetadata(source.path)) if source is not None and source.kind == "gguf" else "none"
+        return GGUFMetadata(source.path) if source is not None and source.kind == "gguf" else None
 
     @functools.cached_property
     def _modules(self) -> SentenceModules | None:
