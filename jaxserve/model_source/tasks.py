@@ -19,7 +19,7 @@ from jaxserve.model_source.fields import WIDTH, Fields
 from jaxserve.model_source.gguf_metadata import GGUFMetadata
 from jaxserve.model_source.gguf_pooling import GGUFPooling, dense_layers, label_layers, pooling_of_gguf
 from jaxserve.model_source.label_heads import TOKENS, LabelHeads
-from jaxserve.model_source.pooling import ModelTask, PooledTask, Pooling, PoolingMethod
+from jaxserve.model_source.pooling import ModelTask, PooledLayer, PooledTask, Pooling, PoolingMethod
 from jaxserve.model_source.sentence_modules import (
     SentenceModules,
     read_max_tokens,
@@ -34,6 +34,7 @@ Convert = Literal["auto", "none", "embed", "classify"]
 Method = Literal["auto", "last", "mean", "cls"]
 # The names that the width has in the configs of some families
 _WIDTHS = {"DistilBertModel": "dim", "NomicBertModel": "n_embd"}
+_COLBERT_WIDTH = 128
 _NAMED_METHODS: dict[str, PoolingMethod] = {"avg": "mean", "cls": "cls", "last": "last"}
 
 
@@ -110,17 +111,19 @@ class _Checkpoint:
         layers = () if pooler is None else pooler.layers()
         if self._gguf is not None:
             layers = dense_layers(self._gguf)
+        elif self._is_colbert and not layers:
+            layers = (PooledLayer("linear", self._width, self._fields.integer("dim", WIDTH, _COLBERT_WIDTH)),)
         pooling = Pooling(self._method() if method == "auto" else method, layers)
-        if pooling.method == "cls" and not self.model_class.bidirectional:
+        if pooling.method in ("cls", "all") and not self.model_class.bidirectional:
             raise ConfigError(
-                f"{self.where}: pooling cls is not supported for {self.model_class.name}, whose first token sees no "
-                "other; last and mean are, of which --pooling chooses one"
+                f"{self.where}: pooling {pooling.method} is not supported for {self.model_class.name}, whose first "
+                "tokens don't see the last; last and mean are, of which --pooling chooses one"
             )
         found = PooledTask(
             kind="embed",
             pooling=pooling,
             size=layers[-1].outputs if layers else self._width,
-            normalize=pooler is None or pooler.normalize,
+            normalize=pooler is None or pooler.normalize or pooling.method == "all",
         )
         found = self._with_texts(found)
         self._check_layers(found)
@@ -156,7 +159,7 @@ class _Checkpoint:
         if self.model_class.bidirectional and named in _NAMED_METHODS:
             return _NAMED_METHODS[named]
         if self.model_class.is_encoder:
-            return "cls"
+            return "all" if self._is_colbert else "cls"
         return "mean" if self.model_class.bidirectional else "last"
 
     @functools.cached_property
@@ -174,8 +177,12 @@ class _Checkpoint:
 
     @property
     def _pooler(self) -> SentenceModules | None:
-        """The modules, if one of them pools."""
-        return None if self._modules is None or self._modules.pooling is None else self._modules
+        """The modules, if they make vectors."""
+        return None if self._modules is None or not self._modules.embeds else self._modules
+
+    @property
+    def _is_colbert(self) -> bool:
+        return self.model_class.head == "vectors of tokens"
 
     @property
     def _has_label_tokens(self) -> bool:

@@ -1,4 +1,5 @@
-"""The configs of encoders on the hub, as their config.json files have them, with their parameters in billions, but poolers."""
+"""The configs of encoders on the hub, as their config.json files have them, and how many billions of parameters they
+have without poolers and heads of encoders."""
 
 from __future__ import annotations
 

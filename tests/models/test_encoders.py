@@ -118,6 +118,34 @@ def test_names_have_a_prefix_or_none(name: str, prefix: str, tmp_path: Path) -> 
     assert difference(model, params, cases(name)) < 1e-4
 
 
+@pytest.mark.parametrize("published_by", ["stanford", "pylate"])
+def test_vectors_of_tokens(published_by: str, tmp_path: Path) -> None:
+    """ColBERT's layer follows the hidden state of each token."""
+    folder, linear = tmp_path / "bert_mean", np.arange(96, dtype=np.float32).reshape(6, 16)
+    shutil.copytree(POOLED / "bert_mean", folder)
+    config = raw_config("bert_mean")
+    if published_by == "stanford":
+        (folder / "modules.json").unlink()
+        config |= {"architectures": ["HF_ColBERT"], "dim": 6}
+        weights = load_file(folder / "model.safetensors")
+        save_file({**weights, "linear.weight": linear}, folder / "model.safetensors")
+    else:
+        kinds = {"": "sentence_transformers.models.Transformer", "1_Dense": "pylate.models.Dense.Dense"}
+        modules = [{"idx": i, "path": path, "type": kind} for i, (path, kind) in enumerate(kinds.items())]
+        (folder / "modules.json").write_text(json.dumps(modules))
+        (folder / "1_Dense").mkdir()
+        sizes = {"in_features": 16, "out_features": 6, "bias": False}
+        activation = {"activation_function": "torch.nn.modules.linear.Identity"}
+        (folder / "1_Dense" / "config.json").write_text(json.dumps(sizes | activation))
+        save_file({"linear.weight": linear}, folder / "1_Dense" / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    task = served(resolve(str(folder))).task.pooled
+    assert task is not None
+    assert (task.kind, task.pooling.method, task.size, task.normalize) == ("embed", "all", 6, True)
+    _, params = load(resolve(str(folder)))
+    np.testing.assert_array_equal(params.pooled[0].weight[:6], linear)
+
+
 def test_both_forms_of_the_config_of_nomic() -> None:
     raw = raw_config("nomic")
     theirs = {
