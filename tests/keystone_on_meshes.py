@@ -124,6 +124,13 @@ MORE |= {
     "hybrid-last": STATES | BOTH,
     "groups-vectors": TWO_POOLS | {"runner": "pooling", "pooling": "mean"},
 }
+# Bits can be compared in bfloat16
+MORE["encoder"] = SIZES | {
+    "dtype": "bfloat16",
+    "max_total_tokens": None,
+    "enable_hierarchical_cache": False,
+    "hicache_ratio": 2.0,
+}
 # With these, all that may happen does.
 SEEDS = {"ngram": 3, "draft": 1, "mtp": 1}
 
@@ -145,15 +152,13 @@ def settings(model: str, shape: str, **more: Any) -> EngineConfig:
     if more.get("speculative_method") == "draft":
         more["speculative_model"] = model
     tensor *= data if more.get("enable_dp_attention") else 1
-    if shape.endswith("encoder"):
-        return EngineConfig(model=model, dp_size=data, load_format="dummy", disable_program_cache=True, **SIZES)
     common: dict[str, Any] = {
         "load_format": "dummy",
         "dtype": "float32",
         "device": "cpu",
         "disable_program_cache": True,
     }
-    return EngineConfig(model=model, dp_size=data, tp_size=tensor, **common, **SETTINGS | more)
+    return EngineConfig(model=model, dp_size=data, tp_size=tensor, **common | SETTINGS | more)
 
 
 def serve_on_mesh(

@@ -84,7 +84,11 @@ def _memory_table(plan: CapacityReport) -> str:
     made, [whole] = plan.deployment, plan.stages
     memory = [
         ("weights", whole.weights, made.weights.summary),
-        ("state by slot", whole.state - whole.states, f"{made.capacity.num_slots} slots"),
+        *(
+            []
+            if made.capacity.encodes
+            else [("state by slot", whole.state - whole.states, f"{made.capacity.num_slots} slots")]
+        ),
         *([("states of sequences", whole.states, _states(plan))] if whole.states else []),
         ("largest working memory", whole.temp, plan.temp_source),
         *_pool_rows(plan),

@@ -68,7 +68,8 @@ class Roofline:
     that tokens of any of `expert_ranks` ranks chose. A program has a row for each token and each of
     its experts; `idle_row_bytes` are the bytes of the rows of a token whose experts other devices have.
 
-    The decode of a request also moves `state_bytes` of its state.
+    The decode of a request also moves `state_bytes` of its state. No prompt is longer than `longest`: more tokens are
+    those of several.
     """
 
     bandwidth: float
@@ -82,6 +83,7 @@ class Roofline:
     expert_ranks: int = 1
     idle_row_bytes: float = 0.0
     state_bytes: float = 0.0
+    longest: int = 2**31 - 1
 
     def weight_bytes(self, tokens: int) -> float:
         """Return the bytes of weights that a step with `tokens` tokens on each rank reads."""
@@ -101,7 +103,8 @@ class Roofline:
 
     def prompt_flops(self, length: int) -> float:
         """Return the flops of the attention of a prompt of `length` tokens."""
-        return sum(one.prompt_flops(length) for one in self.attention)
+        most = min(length, self.longest)
+        return sum(one.prompt_flops(most) for one in self.attention) * length / most if length else 0.0
 
     def decode_seconds(self, batch: int, context: int) -> float:
         """Return the shortest time of a step that decodes `batch` requests of `context` tokens each."""
@@ -175,6 +178,7 @@ def roofline(deployment: Deployment, target: DeviceTarget) -> Roofline:
         idle_row_bytes=_idle_row_bytes(deployment, experts),
         # It is read for each token, and written once for a block of them.
         state_bytes=deployment.sizes.state_bytes * (1 + 1 / BLOCK),
+        longest=deployment.capacity.max_model_len,
     )
 
 

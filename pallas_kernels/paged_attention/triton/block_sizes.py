@@ -61,7 +61,7 @@ def prefill_blocks_for(problem: Problem, target: KernelTarget) -> PrefillBlocks:
     of_queries = lanes // 2 if problem.value_dim is None else lanes
     shared = of_queries * sizes["block_q"] * problem.dtype.itemsize + lanes * loaded * problem.kv_dtype.itemsize
     # Besides the sums of wide heads, registers hold queries, or the masks of lanes and rows that only fill a tile.
-    masks_all = problem.head_dim > 128 and (_is_padded(problem) or _queries_in_registers(target))
+    masks_all = problem.head_dim > 128 and (_is_padded(problem) or queries_in_registers(target))
     return PrefillBlocks(masks_all=masks_all, programs=_programs(problem, target, sizes["num_warps"], shared), **sizes)
 
 
@@ -150,7 +150,7 @@ def _packed_rows(problem: Problem, target: KernelTarget) -> int:
 
     A tile of a single query has 16 rows as well, so tensor cores compute no more than without packing.
     """
-    if is_float8(problem.kv_dtype) and _queries_in_registers(target):
+    if is_float8(problem.kv_dtype) and queries_in_registers(target):
         return 1
     if problem.dtype.itemsize == 4 or is_float8(problem.kv_dtype) or problem.head_dim > 256:
         return MIN_ROWS
@@ -166,8 +166,8 @@ def _prefill_sizes(problem: Problem, target: KernelTarget) -> dict[str, int]:
         # With 64 rows, the sums take half of all registers. The rest is too few for masks of padding, for fp8 to
         # convert, or for products as Hopper and later GPUs start them with so many rows.
         plain = not _is_padded(problem) and not is_float8(problem.kv_dtype)
-        sizes = (64, 16, 8, 3) if _queries_in_registers(target) and plain else (32, 32, 8, 3)
-    elif _queries_in_registers(target):
+        sizes = (64, 16, 8, 3) if queries_in_registers(target) and plain else (32, 32, 8, 3)
+    elif queries_in_registers(target):
         # Here fp8 is converted in registers, besides those of the queries.
         block_kv = (64 if lanes <= 64 else 32) // (2 if is_float8(problem.kv_dtype) else 1)
         sizes = (128, block_kv, 8, 5) if lanes <= 128 else (64, block_kv, 8, 3)
@@ -189,7 +189,7 @@ def _is_padded(problem: Problem) -> bool:
     return any(size < pl.next_power_of_2(size) for size in sizes)
 
 
-def _queries_in_registers(target: KernelTarget) -> bool:
+def queries_in_registers(target: KernelTarget) -> bool:
     """Return whether prefill holds queries in registers: tensor cores take them from there before Hopper."""
     return (target.capability or (9, 0)) < (9, 0) or _small_shared_memory(target)
 

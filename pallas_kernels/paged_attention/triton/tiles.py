@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -103,6 +103,15 @@ class PoolRefs(NamedTuple):
     scales: Ref | None
     layer: Ref
     page_table: Ref
+
+
+class LogitFacts(Protocol):
+    """What logits are of products of queries and keys: see `AttentionOptions`."""
+
+    @property
+    def scale(self) -> float: ...
+    @property
+    def soft_cap(self) -> float | None: ...
 
 
 class SoftmaxState(NamedTuple):
@@ -207,9 +216,13 @@ def advance(
     values: tuple[Float[Array, "tokens lanes"], ...],
     seen: Bool[Array, "queries tokens"] | None,
     key_scale: Array | float,
-    attention: TritonAttention,
+    attention: LogitFacts,
+    bias: Float[Array, "queries tokens"] | None = None,
 ) -> SoftmaxState:
-    """Add a tile of tokens to the softmax; sums under the old peak are rescaled (Milakov, Gimelshein 2018)."""
+    """Add a tile of tokens to the softmax; sums under the old peak are rescaled (Milakov, Gimelshein 2018).
+
+    `bias` is added to logits.
+    """
     dtype = q[0].dtype
     logits = functools.reduce(jnp.add, (dot(a, b.astype(dtype).T) for a, b in zip(q, keys, strict=True)))
     if attention.soft_cap is None:
@@ -217,6 +230,8 @@ def advance(
     else:
         capped = jnp.tanh(logits * (key_scale * (attention.scale / attention.soft_cap)))
         logits = capped * (attention.soft_cap * LOG2E)
+    if bias is not None:
+        logits = logits + bias * LOG2E
     if seen is not None:
         logits = jnp.where(seen, logits, MASKED)
     peak = jnp.maximum(state.peak, jnp.max(logits, axis=1))
