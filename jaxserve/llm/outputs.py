@@ -66,7 +66,8 @@ class ScoringOutput:
 
 @dataclasses.dataclass(frozen=True)
 class PoolingOutput:
-    """The numbers that the model computes of a text, or of each of its tokens, before any activation or normalization."""
+    """The numbers that the model computes of a text, or of each of its tokens, before any activation or
+    normalization."""
 
     data: list[float] | list[list[float]]
 
