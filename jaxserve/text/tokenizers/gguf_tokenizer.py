@@ -56,7 +56,7 @@ _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
 _DIGITS = (r"\p{N}", _GPT2)
 # The regular expressions that split a text before merging, applied in order; each match becomes a word
 _SPLITS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("gpt-2", "gpt2", "olmo", "exaone4", "roberta-bpe"), (_GPT2,)),
+    **dict.fromkeys(("gpt-2", "gpt2", "olmo", "exaone4", "modern-bert", "roberta-bpe"), (_GPT2,)),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), _DIGITS),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "smaug-bpe", "dbrx", "glm4", "chatglm-bpe"), (_LLAMA3,)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2"), (_QWEN2,)),
@@ -68,7 +68,7 @@ _SPLITS: dict[str, tuple[str, ...]] = {
     "default": _DEFAULT,
 }
 _IGNORE_MERGES = _BOS_BY_DEFAULT = {"llama-bpe", "llama3", "llama-v3", "tekken"}
-_NFC_NORMALIZED = {"qwen2", "qwen35", "deepseek-r1-qwen", "command-r"}
+_NFC_NORMALIZED = {"qwen2", "qwen35", "deepseek-r1-qwen", "command-r", "modern-bert"}
 # Phi-3's other whole tokens swallow the white space after them; GGUF files don't say so
 _PHI3_UNSTRIPPED = {"<unk>", "<s>", "<|endoftext|>"}
 _NAMES = {

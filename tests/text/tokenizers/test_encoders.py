@@ -37,7 +37,7 @@ def bert(folder: Path, **files: Any) -> Tokenizer:
     return load(folder)
 
 
-def gguf(family: str, folder: Path, **changes: Any) -> ModelSource:
+def gguf(family: str, folder: Path, architecture: str = "bert", **changes: Any) -> ModelSource:
     """Return a family's tokenizer as a GGUF file, as llama.cpp's converter writes it."""
     names: dict[str, Any] = {"add_bos_token": True, "add_eos_token": True}
     if family == "bert":
@@ -67,7 +67,7 @@ def gguf(family: str, folder: Path, **changes: Any) -> ModelSource:
     names |= {f"{name}_token_id": index for name, index in ids.items()}
     names |= {"tokens": tokens, "token_type": kinds} | changes
     values = {f"tokenizer.ggml.{name}": value for name, value in names.items() if value is not None}
-    file = write_gguf(folder / "m.gguf", architecture="bert", values=values)
+    file = write_gguf(folder / "m.gguf", architecture, values=values)
     return ModelSource(file, "gguf", "test")
 
 
@@ -103,6 +103,17 @@ def test_how_a_gguf_file_normalizes(lowercase: bool, strips: bool, same: str, tm
     keys = {"normalizer.lowercase": lowercase, "normalizer.strip_accents": strips}
     backend = load_tokenizer(gguf("bert", tmp_path, **keys))._backend
     assert backend.normalizer.normalize_str("CAFÉ") == same
+
+
+def test_a_modernbert_frames_texts_as_a_bert_does(tmp_path: Path) -> None:
+    names = {"<s>": "[CLS]", "</s>": "[SEP]"}
+    vocab = json.loads((FIXTURES / "roberta" / "vocab.json").read_text(encoding="utf-8"))
+    tokens = [names.get(token, token) for token in sorted(vocab, key=vocab.__getitem__)]
+    keys = {"tokens": tokens, "pre": "modern-bert", "bos_token_id": None, "eos_token_id": None}
+    keys |= {"cls_token_id": 0, "seperator_token_id": 2}
+    tokenizer = load_tokenizer(gguf("roberta", tmp_path, "modern-bert", **keys))
+    assert tokenizer.special_tokens_around(2) == [[0], [2], [2]]
+    assert tokenizer.encode("e\u0301") == tokenizer.encode("\u00e9")
 
 
 def test_a_gguf_file_without_the_tokens_around_texts_is_refused(tmp_path: Path) -> None:
