@@ -3,7 +3,8 @@
 import logging
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -35,3 +36,14 @@ def _log_as_found() -> Iterator[None]:
     logger.handlers[:], logger.level, logger.propagate = [], logging.NOTSET, True
     yield
     logger.handlers[:], logger.level, logger.propagate = before
+
+
+@pytest.fixture
+async def litellm(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
+    """The module, without what it asks of the internet."""
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+    import litellm
+    from litellm.llms.custom_httpx.async_client_cleanup import close_litellm_async_clients
+
+    yield litellm
+    await close_litellm_async_clients()

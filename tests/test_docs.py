@@ -198,9 +198,13 @@ def test_the_families_are_those_that_are_served() -> None:
     with pytest.raises(ConfigError) as refused:
         parse_model_config({"architectures": ["Unknown"]})
     table = rows(SUPPORT, "family")
-    assert set(re.findall(r"`(\w+For\w+)`", " ".join(row[1] for row in table))) == named_in(refused.value)
+    assert set(re.findall(r"`(\w+(?:For\w+|Model))`", " ".join(row[1] for row in table))) == named_in(refused.value)
     shown = " ".join(
-        re.findall(r"(?:dense models|mixtures of experts|delta nets and attention): (.+?)\.(?: |$)", README, flags=re.M)
+        re.findall(
+            r"(?:dense models|mixtures of experts|delta nets and attention|encoders): (.+?)\.(?: |$)",
+            README,
+            flags=re.M,
+        )
     )
     in_readme, in_support = (
         set(re.findall(r"[A-Za-z][A-Za-z-]{2,}", names)) - {"and", "dense"}

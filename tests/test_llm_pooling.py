@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,18 @@ from jaxserve.model_source.pooling import ModelTask
 from tests.server.fake_engine import FakeEngine, vector_of
 from tests.server.pooling.tasks import EMBED, LABELS, RERANK, REWARD, both, only
 from tests.server.pooling.test_embeddings import PROMPTS, normalized
+from tests.server.pooling.test_encoders import BY_TOKEN, CLS, LONG, SEP, unit, vectors_of
+from tests.server.pooling.test_encoders import TOKENIZER as BERT
 from tests.server.pooling.test_scoring import SCORE_TEMPLATE, cosine, pair_score
 from tests.tiny_model import EOS_ID, VOCAB_SIZE, write_tiny_model
 
 
 class PoolingEngine:
-    """An engine in this process with the methods that `SharedEngine` calls. It answers the last request first."""
+    """An engine in this process with the methods that `SharedEngine` calls. It answers the last request first, with the
+    `vector` of its ids."""
 
-    def __init__(self) -> None:
+    def __init__(self, vector: Callable[[Sequence[int]], np.ndarray] = vector_of) -> None:
+        self._vector = vector
         self.info = FakeEngine.info_of(VOCAB_SIZE, max_model_len=512)
         self.submitted: list[EngineRequest] = []
         self.aborted: list[str] = []
@@ -43,7 +47,7 @@ class PoolingEngine:
         request = self._waiting.pop()
         if request.prompt_ids == [*b"fail"]:
             return [TokenEvent(request.request_id, [], FinishReason.ERROR, error="no memory")]
-        pooled, usage = vector_of(request.prompt_ids).tobytes(), Usage(len(request.prompt_ids), 0, 1)
+        pooled, usage = self._vector(request.prompt_ids).tobytes(), Usage(len(request.prompt_ids), 0, 1)
         return [TokenEvent(request.request_id, [], FinishReason.STOP, usage=usage, pooled=pooled)]
 
     def abort(self, request_ids: Iterable[str]) -> None:
@@ -61,11 +65,13 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Load:
     """Return a function that loads an `LLM` for a task."""
 
     @contextlib.contextmanager
-    def loaded(task: ModelTask, **settings: Any) -> Iterator[tuple[LLM, PoolingEngine]]:
-        engine = PoolingEngine()
+    def loaded(
+        task: ModelTask, *, write: bool = True, vector: Any = vector_of, **settings: Any
+    ) -> Iterator[tuple[LLM, PoolingEngine]]:
+        engine = PoolingEngine(vector)
         monkeypatch.setattr("jaxserve.config.served_checkpoint.read_task", lambda *_, **__: task)
         monkeypatch.setattr(InProcessEngine, "start", lambda _: engine)
-        with LLM(write_tiny_model(tmp_path), **settings) as llm:
+        with LLM(write_tiny_model(tmp_path) if write else str(tmp_path), **settings) as llm:
             yield llm, engine
 
     return loaded
@@ -111,6 +117,34 @@ def test_scores_of_a_reranker(load: Load, tmp_path: Path) -> None:
     with load(only(RERANK, pair_template="qwen3_reranker")) as (llm, _):
         [one] = llm.score("q", "d", instruction="Find it", use_tqdm=False)
         assert b"<Instruct>: Find it\n<Query>: q\n<Document>: d<|im_end|>" in bytes(one.prompt_token_ids)
+
+
+def test_an_encoder_truncates_and_tells_the_texts_of_pairs_apart(load: Load, tmp_path: Path) -> None:
+    write_tiny_model(tmp_path)
+    (tmp_path / "tokenizer.json").write_text(BERT.to_json())
+    a, b, long = (BERT.encode(text)[1:-1] for text in ("a", "b", LONG))
+    with load(only(EMBED, max_tokens=6), write=False) as (llm, _):
+        assert [one.prompt_token_ids for one in llm.embed([LONG, "a"], use_tqdm=False)] == [
+            [CLS, *long[:4], SEP],
+            [CLS, *a, SEP],
+        ]
+        with pytest.raises(ContextLengthError, match="length is 6 tokens"):
+            llm.embed([[1] * 7])
+    with load(only(RERANK, max_tokens=8), write=False) as (llm, engine):
+        pairs = llm.score("a", ["b", LONG], use_tqdm=False)
+        assert [one.prompt_token_ids for one in pairs] == [[CLS, *a, SEP, *b, SEP], [CLS, *a, SEP, *long[:4], SEP]]
+        assert [request.second_start for request in engine.submitted] == [3, 3]
+
+
+def test_vectors_of_tokens(load: Load) -> None:
+    with load(only(BY_TOKEN), vector=vectors_of) as (llm, _):
+        [one] = llm.encode("ab", use_tqdm=False)
+        assert one.outputs.data == vectors_of([*b"ab"]).tolist()
+        [score] = llm.score("ab", "cde", use_tqdm=False)
+        products = unit(vectors_of([*b"ab"])) @ unit(vectors_of([*b"cde"])).T
+        assert score.outputs.score == pytest.approx(float(products.max(axis=1).sum()))
+        with pytest.raises(InvalidRequestError, match="makes a vector of each token, by score and encode; it has no"):
+            llm.embed("a")
 
 
 def test_labels_and_rewards(load: Load) -> None:

@@ -175,7 +175,7 @@ class LLM:
         use_tqdm: bool = True,
     ) -> list[ScoringRequestOutput]:
         """Return how well each text of `b` fits its one of `a`, or the only one, in `outputs.score`: what a reranker
-        says, or the cosine of two embeddings."""
+        says, or the similarity of two embeddings."""
         return self._pooled("score").score(
             a, b, instruction=instruction, truncate_prompt_tokens=truncate_prompt_tokens, use_tqdm=use_tqdm
         )
@@ -210,7 +210,7 @@ class LLM:
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool = True,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """Return the numbers that the model pools of each prompt, in `outputs.data`."""
+        """Return the numbers that the model pools of each prompt, or of each of its tokens, in `outputs.data`."""
         return self._pooled("encode").encode(prompts, truncate_prompt_tokens=truncate_prompt_tokens, use_tqdm=use_tqdm)
 
     def encode_chat(self, messages: Sequence[Message], **options: Any) -> list[int]:

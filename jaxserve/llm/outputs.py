@@ -66,9 +66,10 @@ class ScoringOutput:
 
 @dataclasses.dataclass(frozen=True)
 class PoolingOutput:
-    """The numbers that the model computes of a text, before any activation or normalization."""
+    """The numbers that the model computes of a text, or of each of its tokens, before any activation or
+    normalization."""
 
-    data: list[float]
+    data: list[float] | list[list[float]]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,6 +25,7 @@ from jaxserve.llm.outputs import (
 from jaxserve.model_source.pooling import ModelTask, PooledTask
 from jaxserve.text.chat_template import ChatTemplate
 from jaxserve.text.pair_forms import (
+    EncodedPair,
     PairTemplate,
     WrittenPair,
     check_instruction,
@@ -38,12 +39,13 @@ from jaxserve.text.pooled_texts import TextLimits, check_not_empty, encode_texts
 from jaxserve.text.pooled_vectors import (
     Vector,
     best_label,
+    by_token,
     check_dimensions,
-    cosine,
     embedding,
     label_values,
     read_vector,
     relevance,
+    similarity,
 )
 from jaxserve.text.prompt_forms import Prompt, read_prompts
 from jaxserve.text.requests import check_ids, pooled_requests
@@ -51,6 +53,7 @@ from jaxserve.text.tokenizers.escaped_marks import EscapedMarks
 from jaxserve.text.tokenizers.tokenizer import Tokenizer
 
 PooledMethod = Literal["embed", "score", "classify", "reward", "encode"]
+_MADE = {"embed": "embeddings", "token_embed": "a vector of each token", "classify": "labels of texts"}
 
 
 def check_method(task: ModelTask, method: PooledMethod) -> None:
@@ -61,9 +64,9 @@ def check_method(task: ModelTask, method: PooledMethod) -> None:
             'this model generates text; LLM(model, runner="pooling") makes vectors instead, and '
             'runner="generate", convert="embed" both'
         )
-    methods = [*pooled.uses, *(["reward"] if pooled.kind == "classify" else [])]
+    methods = [use for use in pooled.uses if use != "token_embed"] + (["reward"] if pooled.kind == "classify" else [])
     if method not in (*methods, "encode"):
-        made = "embeddings" if pooled.kind == "embed" else "labels of texts"
+        made = _MADE[pooled.uses[0]]
         raise InvalidRequestError(f"this model makes {made}, by {', '.join(methods)} and encode; it has no {method}")
 
 
@@ -112,8 +115,9 @@ class OfflinePooling:
         return outputs
 
     def encode(self, prompts: Prompt | Sequence[Prompt], **options: Any) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """Return the vector of each prompt as the model computes it."""
-        return [_output(event, ids, PoolingOutput(v.tolist())) for event, ids, v in self._vectors(prompts, **options)]
+        """Return the vector of each prompt, or of each of its tokens, as the model computes it."""
+        found = self._vectors(prompts, **options)
+        return [_output(event, ids, PoolingOutput(by_token(v, self._task).tolist())) for event, ids, v in found]
 
     def score(
         self,
@@ -140,7 +144,8 @@ class OfflinePooling:
         else:
             check_instruction("tokenizer" if self._task.kind == "embed" else self._form, instruction)
         if self._task.kind == "classify":
-            results = self._run(self._pair_ids(pairs, limits, names[1], instruction), use_tqdm)
+            encoded = self._encode_pairs(pairs, limits, names[1], instruction)
+            results = self._run([pair.ids for pair in encoded], use_tqdm, [pair.second_start for pair in encoded])
             return [_output(event, ids, ScoringOutput(relevance(v, self._task))) for event, ids, v in results]
         texts = with_prompt(self._task, [*first, *second], None)
         around = self._tokenizer.special_tokens_around(1)
@@ -148,7 +153,7 @@ class OfflinePooling:
         found = list(self._run(prompts, use_tqdm))
         left, right = found[: len(first)], found[len(first) :]
         return [
-            _output(event, one_ids + ids, ScoringOutput(cosine(one, vector)))
+            _output(event, one_ids + ids, ScoringOutput(similarity(one, vector, self._task)))
             for (_, one_ids, one), (event, ids, vector) in zip(left * (len(right) // len(left)), right, strict=True)
         ]
 
@@ -156,9 +161,9 @@ class OfflinePooling:
     def _marks(self) -> EscapedMarks:
         return EscapedMarks(self._tokenizer)
 
-    def _pair_ids(
+    def _encode_pairs(
         self, pairs: list[tuple[str, str]], limits: TextLimits, names: list[str], instruction: str | None
-    ) -> list[list[int]]:
+    ) -> list[EncodedPair]:
         tokenizer = self._tokenizer
         instruction = default_instruction(self._task) if instruction is None else instruction
         if self._form == "tokenizer":
@@ -201,12 +206,15 @@ class OfflinePooling:
                 raise InvalidRequestError(f"prompt_name needs texts, and {name} is ids", param="prompt_name")
             else:
                 check_ids(prompt, info.vocab_size, param=name)
-                encoded.append(limits.fit([], prompt, [], name))
+                encoded.append(limits.fit_ids(prompt, name))
         return self._run(encoded, use_tqdm)
 
-    def _run(self, prompts: list[list[int]], use_tqdm: bool) -> Iterator[tuple[TokenEvent, list[int], Vector]]:
+    def _run(
+        self, prompts: list[list[int]], use_tqdm: bool, second_starts: Sequence[int | None] | None = None
+    ) -> Iterator[tuple[TokenEvent, list[int], Vector]]:
         """Run prompts and return the event, the ids and the vector of each, in their order."""
-        requests = pooled_requests(f"pooled-{next(self._numbers)}", prompts, self._engine.info)
+        name = f"pooled-{next(self._numbers)}"
+        requests = pooled_requests(name, prompts, self._engine.info, second_starts=second_starts)
         ended = self._events(requests, use_tqdm)
         events = [ended[request.request_id] for request in requests]
         return ((event, ids, read_vector(event.pooled)) for event, ids in zip(events, prompts, strict=True))

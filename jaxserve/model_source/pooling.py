@@ -12,7 +12,7 @@ from typing import Any, Literal
 PoolingMethod = Literal["last", "mean", "cls", "all"]
 LayerActivation = Literal["none", "tanh", "relu", "gelu", "silu", "sigmoid"]
 LabelActivation = Literal["none", "sigmoid", "softmax"]
-PooledUse = Literal["embed", "classify", "score"]
+PooledUse = Literal["embed", "token_embed", "classify", "score"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,9 +77,10 @@ class PooledTask:
 
     @property
     def uses(self) -> tuple[PooledUse, ...]:
-        """What its vectors can be asked for: embeddings, labels of texts, scores of pairs."""
+        """What its vectors can be asked for: embeddings of texts or of their tokens, labels of texts, scores of
+        pairs."""
         if self.kind == "embed":
-            return "embed", "score"
+            return "token_embed" if self.pooling.method == "all" else "embed", "score"
         return ("classify", "score") if self.scores_pairs else ("classify",)
 
 

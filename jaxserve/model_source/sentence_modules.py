@@ -162,13 +162,15 @@ def read_template_arguments(folder: Path) -> tuple[tuple[str, Any], ...]:
 def read_max_tokens(folder: Path) -> int | None:
     """Return the most tokens that a text may have, None if the files don't say."""
     fields = _fields_of(folder / _LIMITS_FILE)
-    file = fields.where
-    if fields.boolean("do_lower_case", False):
-        raise ConfigError(f"{file}: do_lower_case=true is not supported: texts are encoded as they are")
     if fields.get("max_seq_length") is None:  # since version 5.4 it is the tokenizer's
         most = _fields_of(folder / "tokenizer_config.json").get("model_max_length")
         return most if isinstance(most, int) and most in CONTEXT else None
     return fields.integer("max_seq_length", CONTEXT)
+
+
+def lowercases(folder: Path) -> bool:
+    """Return whether texts are made lower case before they are encoded."""
+    return (folder / MODULES_FILE).is_file() and _fields_of(folder / _LIMITS_FILE).boolean("do_lower_case", False)
 
 
 def _fields_of(file: Path) -> Fields:

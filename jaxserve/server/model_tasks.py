@@ -10,7 +10,7 @@ _GENERATING = "/v1/completions, /v1/chat/completions, /v1/messages, /v1/response
 _PAIRS = "/v1/rerank, /v1/score"
 _ALWAYS = "/pooling and /encode"
 _ADVICE: dict[PooledUse, str] = {
-    "embed": "for embeddings start it with --convert embed",
+    "embed": "for embeddings start it with --convert embed, and without --pooling all",
     "classify": "labels need a model that has a head for them",
     "score": "pairs need a reranker, or a model of embeddings",
 }
@@ -47,6 +47,8 @@ def require_pooled(state: ServerState, use: PooledUse | None = None) -> tuple[Lo
 
 def _abilities(task: PooledTask) -> str:
     """Return what the model makes, and the routes that answer with it."""
+    if "token_embed" in task.uses:
+        return f"this model makes a vector of each token of a text, on {_PAIRS}, {_ALWAYS}"
     if task.kind == "embed":
         return f"this model makes embeddings, on /v1/embeddings, {_PAIRS}, {_ALWAYS}"
     if task.scores_pairs:

@@ -1,8 +1,8 @@
 """Makes one text of a query and a document, in the form that a reranker was trained on, and its ids.
 
 The forms are the tokenizer's own of pairs, the prompt of Qwen3-Reranker, and a chat template that knows messages of the
-roles query and document. Only the document is ever truncated. What texts spell never becomes a special token, but for
-texts that a client has written in the model's form itself.
+roles query and document. In the latter two, only the document is ever truncated, and what texts spell never becomes a
+special token, but for texts that a client has written in the model's form itself.
 """
 
 from __future__ import annotations
@@ -45,6 +45,13 @@ class WrittenPair(NamedTuple):
     text: str
     without: str
     spells: bool = False
+
+
+class EncodedPair(NamedTuple):
+    """The ids of a pair. Those from `second_start` on are of type 1; None if all are of type 0."""
+
+    ids: list[int]
+    second_start: int | None = None
 
 
 def choose_form(task: PooledTask, chat_template: str | None, source: str) -> PairForm:
@@ -117,41 +124,43 @@ def encode_written_pairs(
     pairs: Sequence[WrittenPair],
     limits: TextLimits,
     names: Sequence[str],
-) -> list[list[int]]:
+) -> list[EncodedPair]:
     """Return the ids of pairs. As with transformers' templates, the tokenizer adds no special tokens to them.
 
     Errors call the documents by their `names`.
     """
-    ids: list[list[int]] = []
+    encoded: list[EncodedPair] = []
     for pair, name in zip(pairs, names, strict=True):
         encoder = tokenizer if pair.spells else marks
         limits.check(encoder.min_num_tokens(pair.text), name, at_least=True)
         [whole] = encoder.encode_batch([pair.text], add_special_tokens=False)
         if len(whole) <= limits.longest:
-            ids.append(whole)
+            encoded.append(EncodedPair(whole))
             continue
         [fixed] = encoder.encode_batch([pair.without], add_special_tokens=False)
         start = _num_equal(whole, fixed)
         end = len(whole) - min(_num_equal(whole[::-1], fixed[::-1]), len(fixed) - start)
-        ids.append(limits.fit(whole[:start], whole[start:end], whole[end:], name))
-    return ids
+        encoded.append(EncodedPair(limits.fit(whole[:start], whole[start:end], whole[end:], name)))
+    return encoded
 
 
 def encode_pairs(
     tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]], limits: TextLimits, names: Sequence[str]
-) -> list[list[int]]:
-    """Return the ids of queries and documents in the tokenizer's own form of pairs. Errors call the documents by their
-    `names`."""
+) -> list[EncodedPair]:
+    """Return queries and documents in the tokenizer's own form of pairs. Errors call the documents by their `names`."""
     first, between, last = tokenizer.special_tokens_around(2)
+    second_offset = tokenizer.second_type_offset()
     queries = list(dict.fromkeys(query for query, _ in pairs))
     for (_, document), name in zip(pairs, names, strict=True):
         limits.check(tokenizer.min_num_tokens(document), name, at_least=True)
     encoded = dict(zip(queries, tokenizer.encode_batch(queries, add_special_tokens=False), strict=True))
     documents = tokenizer.encode_batch([document for _, document in pairs], add_special_tokens=False)
-    return [
-        limits.fit([*first, *encoded[query], *between], document, last, name)
-        for (query, _), document, name in zip(pairs, documents, names, strict=True)
-    ]
+    others, found = len(first) + len(between) + len(last), list[EncodedPair]()
+    for (query, _), document_ids, name in zip(pairs, documents, names, strict=True):
+        one, other = limits.cut_pair(encoded[query], document_ids, others, name)
+        second_start = None if second_offset is None else len(first) + len(one) + second_offset
+        found.append(EncodedPair([*first, *one, *between, *other, *last], second_start))
+    return found
 
 
 def check_instruction(form: PairForm, instruction: str | None, *, param: str = "instruction") -> None:

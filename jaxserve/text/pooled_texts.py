@@ -20,11 +20,12 @@ TruncationSide = Literal["left", "right"]
 @dataclasses.dataclass(frozen=True)
 class TextLimits:
     """A text may have `longest` tokens, special ones included. A longer one is an error; if `truncates`, it loses
-    tokens at its `side` instead."""
+    tokens at its `side` instead. Ids that a client sends do so only if `truncates_ids`."""
 
     longest: int
     truncates: bool = False
     side: TruncationSide = "right"
+    truncates_ids: bool = False
 
     @classmethod
     def of(
@@ -34,17 +35,21 @@ class TextLimits:
         truncate_prompt_tokens: int | None,
         side: TruncationSide | None = None,
     ) -> TextLimits:
-        """Return the limits of a request; -1 truncates to what the model takes. Raises `InvalidRequestError`."""
-        longest = min(max_model_len, task.max_tokens or max_model_len)
+        """Return the limits of a request; -1 truncates to what the model takes. Raises `InvalidRequestError`.
+
+        As with sentence-transformers, texts are truncated to the model's own limit, unless the context is smaller.
+        """
+        most, side = task.max_tokens or max_model_len, side or "right"
         if truncate_prompt_tokens is None:
-            return cls(longest)
-        if truncate_prompt_tokens != -1 and not 1 <= truncate_prompt_tokens <= longest:
+            return cls(min(max_model_len, most), task.max_tokens is not None and most <= max_model_len, side)
+        if truncate_prompt_tokens != -1 and not 1 <= truncate_prompt_tokens <= max_model_len:
             raise InvalidRequestError(
-                f"truncate_prompt_tokens must be in [1, {longest}], the most tokens that this model takes, or -1 for "
-                f"these; got {truncate_prompt_tokens}",
+                f"truncate_prompt_tokens must be in [1, {max_model_len}], the model's context, or -1 for all that "
+                f"it takes; got {truncate_prompt_tokens}",
                 param="truncate_prompt_tokens",
             )
-        return cls(longest if truncate_prompt_tokens == -1 else truncate_prompt_tokens, True, side or "right")
+        asked = max_model_len if truncate_prompt_tokens == -1 else truncate_prompt_tokens
+        return cls(min(asked, most, max_model_len), True, side, truncates_ids=True)
 
     def check(self, num_tokens: int, name: str, *, at_least: bool = False) -> None:
         """Raise `ContextLengthError` for a text that is too long, unless it is truncated; errors call it `name`."""
@@ -59,17 +64,40 @@ class TextLimits:
 
     def fit(self, before: Sequence[int], ids: Sequence[int], after: Sequence[int], name: str) -> list[int]:
         """Return all ids; if they are too many, `ids` are truncated. Raises `InvalidRequestError`."""
-        room = self.longest - len(before) - len(after)
-        if len(ids) > room:
-            self.check(len(before) + len(ids) + len(after), name)
-            if room < 1:
+        room = self._room(len(ids), 1, len(before) + len(after), name)
+        return [*before, *self._cut(ids, room), *after]
+
+    def fit_ids(self, ids: Sequence[int], name: str) -> list[int]:
+        """Return ids that a client sent; if they are too many, they are truncated. Raises `ContextLengthError`."""
+        return dataclasses.replace(self, truncates=self.truncates_ids).fit([], ids, [], name)
+
+    def cut_pair(
+        self, first: Sequence[int], second: Sequence[int], others: int, name: str
+    ) -> tuple[Sequence[int], Sequence[int]]:
+        """Return the ids of two texts beside which `others` stand. If they are too many, the longer text is truncated
+        until both are of a length, as with `longest_first` of transformers. Raises `InvalidRequestError`."""
+        room = self._room(len(first) + len(second), 2, others, name)
+        shorter = min(len(first), len(second), room // 2)
+        kept = (shorter, room - shorter) if len(first) <= len(second) else (room - shorter, shorter)
+        return self._cut(first, kept[0]), self._cut(second, kept[1])
+
+    def _room(self, num_tokens: int, num_texts: int, others: int, name: str) -> int:
+        """Return how many tokens texts may have beside `others`."""
+        room = self.longest - others
+        if num_tokens > room:
+            self.check(num_tokens + others, name)
+            if room < num_texts:
                 raise InvalidRequestError(
-                    f"{len(before) + len(after)} tokens stand around the text of {name}, which leaves none for it "
-                    f"within {self.longest} tokens; raise truncate_prompt_tokens",
+                    f"{others} tokens stand around the text of {name}, which leaves none for it within {self.longest} "
+                    "tokens; raise truncate_prompt_tokens",
                     param="truncate_prompt_tokens",
                 )
-            ids = ids[:room] if self.side == "right" else ids[-room:]
-        return [*before, *ids, *after]
+        return room
+
+    def _cut(self, ids: Sequence[int], room: int) -> Sequence[int]:
+        if len(ids) <= room:
+            return ids
+        return ids[:room] if self.side == "right" else ids[-room:]
 
 
 def encode_texts(

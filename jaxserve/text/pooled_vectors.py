@@ -1,4 +1,5 @@
-"""What the host makes of a pooled vector: an embedding, values of labels, or the relevance of a document.
+"""What the host makes of a pooled vector: an embedding, or one of each token, values of labels, or the relevance of a
+document.
 
 The engine computes the vector; nothing here knows requests or responses.
 """
@@ -45,11 +46,16 @@ def embedding(
     vector: Vector, task: PooledTask, *, dimensions: int | None = None, normalize: bool | None = None
 ) -> Vector:
     """Return the embedding: the first `dimensions` numbers, then normalized to length 1, if the model's are, or as
-    `normalize` says."""
-    cut = vector[:dimensions].astype(np.float64)
+    `normalize` says. If a model makes one of each token, they are rows."""
+    cut = by_token(vector, task)[..., :dimensions].astype(np.float64)
     if task.normalize if normalize is None else normalize:
-        cut /= max(float(np.linalg.norm(cut)), _LEAST_LENGTH)
+        cut /= np.maximum(np.linalg.norm(cut, axis=-1, keepdims=True), _LEAST_LENGTH)
     return cut.astype(np.float32)
+
+
+def by_token(vector: Vector, task: PooledTask) -> Vector:
+    """Return a vector as it is, or with a row for each token if a model makes one of each."""
+    return vector.reshape(-1, task.size) if task.pooling.method == "all" else vector
 
 
 def label_values(vector: Vector, activation: LabelActivation) -> list[float]:
@@ -82,7 +88,14 @@ def relevance(vector: Vector, task: PooledTask, *, activates: bool = True) -> fl
     return float(vector[-1]) - (float(vector[0]) if vector.size == 2 else 0.0)
 
 
-def cosine(one: Vector, other: Vector) -> float:
-    """Return the cosine of the angle between two vectors."""
-    left, right = one.astype(np.float64), other.astype(np.float64)
+def similarity(query: Vector, document: Vector, task: PooledTask) -> float:
+    """Return the cosine of the angle between two vectors.
+
+    Of vectors for each token, return the sum over those of the query of their largest products with one of the document
+    (ColBERT's late interaction, https://arxiv.org/abs/2004.12832).
+    """
+    if task.pooling.method == "all":
+        left, right = (embedding(each, task).astype(np.float64) for each in (query, document))
+        return float((left @ right.T).max(axis=1).sum())
+    left, right = query.astype(np.float64), document.astype(np.float64)
     return float(left @ right / max(float(np.linalg.norm(left) * np.linalg.norm(right)), _LEAST_LENGTH))

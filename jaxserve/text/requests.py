@@ -64,12 +64,14 @@ def pooled_requests(
     prompts: Sequence[list[int]],
     info: EngineInfo,
     *,
+    second_starts: Sequence[int | None] | None = None,
     priority: int | None = None,
     cache_salt: str | None = None,
 ) -> list[EngineRequest]:
     """Return a request for the vector of each prompt, named `name`-0, -1 and so on. See `sample_requests`.
 
-    They are one group: a full queue refuses all of them or none.
+    They are one group: a full queue refuses all of them or none. `second_starts` says of pairs where the second text
+    begins.
     """
     _check_priority(priority or 0, info)
     namespace = _namespace(cache_salt)
@@ -83,8 +85,9 @@ def pooled_requests(
             priority=priority or 0,
             namespace=namespace,
             pooled=True,
+            second_start=second_start,
         )
-        for number, ids in enumerate(prompts)
+        for number, (ids, second_start) in enumerate(zip(prompts, second_starts or [None] * len(prompts), strict=True))
     ]
 
 

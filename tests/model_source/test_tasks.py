@@ -189,7 +189,6 @@ def test_what_is_served(
             {},
             "default_prompt_name='x' is none of its prompts",
         ),
-        ({}, {**EMBEDDER, "sentence_bert_config.json": {"do_lower_case": True}}, {}, "do_lower_case=true is not"),
         (
             {},
             modules("Pooling", "Dense", Pooling=POOLING, Dense=DENSE | {"activation_function": "torch.nn.Mish"}),

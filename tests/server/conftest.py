@@ -52,7 +52,7 @@ def make_state(
 ) -> tuple[ServerState, FakeEngine]:
     """Return the state of a ready server, and its fake engine."""
     state = ServerState(ServerConfig(**{"served_model_name": MODEL} | config), EngineConfig())
-    fake = FakeEngine(VOCAB_SIZE, **(engine or {}))
+    fake = FakeEngine(**{"vocab_size": VOCAB_SIZE} | (engine or {}))
     tokenizer = tokenizer or tiny_tokenizer(template)
     formats = choose_formats(
         template or "", calls=state.config.tool_call_parser, reasoning=state.config.reasoning_parser

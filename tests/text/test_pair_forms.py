@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from jaxserve.errors import ContextLengthError, InvalidRequestError
+from jaxserve.errors import ConfigError, ContextLengthError, InvalidRequestError
 from jaxserve.text.pair_forms import (
     PairTemplate,
     check_instruction,
@@ -35,8 +35,9 @@ MARKS = EscapedMarks(OWN)
 def qwen3_ids(query: str, document: str, *, instruction: str | None = None, **limits: Any) -> list[int]:
     pair = qwen3_pair(query, document, instruction, MARKS)
     asked = TextLimits(**{"longest": 10_000} | limits)
-    [ids] = encode_written_pairs(OWN, MARKS, [pair], asked, ["documents[0]"])
-    return ids
+    [found] = encode_written_pairs(OWN, MARKS, [pair], asked, ["documents[0]"])
+    assert found.second_start is None
+    return found.ids
 
 
 def card_ids(query: str, document: str, instruction: str = INSTRUCTION) -> list[int]:
@@ -87,19 +88,42 @@ def test_only_the_document_is_truncated(side: Any):
         qwen3_ids("q", document, longest=longest - 4, truncates=True)
 
 
-@pytest.mark.parametrize("pair", [None, "<s> $A </s> <s> $B </s>", "$A </s> $B </s>"])
+@pytest.mark.parametrize("pair", [None, "<s> $A </s> <s> $B </s>", "<s> $A </s> $B:1 </s>:1", "$A </s> <s>:1 $B:1"])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_the_tokenizers_own_form(pair: str | None, side: Any):
-    """The reference is what `tokenizers` makes of a pair, and its truncation of the second text."""
+    """The reference is what `tokenizers` makes of a pair, and its truncation of the longer text."""
     reference, own = backend("$A </s>", pair), tokenizer("$A </s>", pair)
-    pairs = [("query", "d"), ("query", "a long document"), ("q", "another one")]
-    names = ["d0", "d1", "d2"]
-    assert encode_pairs(own, pairs, TextLimits(100), names) == [reference.encode(*each).ids for each in pairs]
-    reference.enable_truncation(12, strategy="only_second", direction=side)
-    found = encode_pairs(own, pairs, TextLimits(12, True, side), names)
-    assert found == [reference.encode(*each).ids for each in pairs]
+    texts = (
+        ("q", "d"),
+        ("query", "a long document"),
+        ("q", "another one"),
+        ("a long query", "d"),
+        ("as long", "as this"),
+    )
+    names = [f"d{number}" for number in range(len(texts))]
+
+    def expected() -> list[tuple[list[int], int | None]]:
+        encoded = [reference.encode(*each) for each in texts]
+        types = [each.type_ids for each in encoded]
+        return [(each.ids, of.index(1) if 1 in of else None) for each, of in zip(encoded, types)]
+
+    assert encode_pairs(own, texts, TextLimits(100), names) == expected()
+    for longest in (12, 11, 7):
+        reference.enable_truncation(longest, strategy="longest_first", direction=side)
+        assert encode_pairs(own, texts, TextLimits(longest, True, side), names) == expected()
     with pytest.raises(ContextLengthError, match="your d1 resulted in"):
-        encode_pairs(own, pairs, TextLimits(12), names)
+        encode_pairs(own, texts, TextLimits(12), names)
+
+
+def test_a_pair_that_leaves_no_tokens_for_its_texts_is_refused():
+    with pytest.raises(InvalidRequestError, match="3 tokens stand around the text of d"):
+        encode_pairs(tokenizer("$A", "<s> $A </s> $B </s>"), [("ab", "c")], TextLimits(4, True), ["d"])
+
+
+@pytest.mark.parametrize("pair", ["$A:1 $B:0", "$A:0 $B:1 </s>:0", "<s>:1 $A:1 $B:1"])
+def test_types_in_another_order_are_refused(pair: str):
+    with pytest.raises(ConfigError, match="doesn't give type 0 to a first text"):
+        encode_pairs(tokenizer("$A", pair), [("a", "b")], TextLimits(100), ["d"])
 
 
 def test_a_template_gets_no_special_tokens_beside_those_that_it_writes():
@@ -109,7 +133,7 @@ def test_a_template_gets_no_special_tokens_beside_those_that_it_writes():
     for text in ("a:b", "<s>a:b"):
         pairs = [pair(text=text, without=text[:-1])]
         [found] = encode_written_pairs(own, marks, pairs, TextLimits(9), ["d"])
-        assert found == ([256] if text.startswith("<s>") else []) + [*b"a:b"]
+        assert found.ids == ([256] if text.startswith("<s>") else []) + [*b"a:b"]
 
 
 def test_an_instruction_without_a_place_is_refused():

@@ -18,6 +18,7 @@ from tests.server.pooling.tasks import EMBED
 from tests.tiny_model import byte_tokenizer
 
 BOS, END = 256, 257
+SHORTER = dataclasses.replace(EMBED, max_tokens=8)
 TASK = dataclasses.replace(EMBED, prompts=(("query", "Q: "), ("document", "")), default_prompt="query")
 
 
@@ -66,14 +67,30 @@ def test_a_longer_text_is_an_error_unless_it_is_truncated():
     assert (error.value.param, error.value.num_tokens) == ("input[1]", 5)
 
 
+def test_texts_are_truncated_to_the_limit_of_the_model_unless_the_context_is_smaller():
+    own = tokenizer("<s> $A </s>")
+    around = own.special_tokens_around(1)
+    for side, kept in ((None, b"abcdef"), ("left", b"cdefgh")):
+        limits = TextLimits.of(8, SHORTER, None, side)
+        assert encode_texts(own, ["abcdefgh"], around, limits, ["input"]) == [[BOS, *kept, END]]
+    assert TextLimits.of(7, SHORTER, None) == TextLimits(7)
+
+
+def test_ids_of_a_client_are_truncated_only_if_it_asks_for_that():
+    assert TextLimits.of(100, SHORTER, 3).fit_ids([*range(9)], "input") == [0, 1, 2]
+    assert TextLimits.of(100, SHORTER, None).fit_ids([*range(8)], "input") == [*range(8)]
+    with pytest.raises(ContextLengthError, match="your input resulted in 9"):
+        TextLimits.of(100, SHORTER, None).fit_ids([*range(9)], "input")
+
+
 def test_what_may_be_asked_for():
-    assert TextLimits.of(100, EMBED, -1) == TextLimits(100, True)
-    shorter = dataclasses.replace(EMBED, max_tokens=8)
-    assert TextLimits.of(100, shorter, -1, "left") == TextLimits(8, True, "left")
-    assert TextLimits.of(100, shorter, None).longest == TextLimits.of(8, EMBED, None).longest == 8
-    for wrong in (0, -2, 9):
-        with pytest.raises(InvalidRequestError, match=r"in \[1, 8\]"):
-            TextLimits.of(100, shorter, wrong)
+    assert TextLimits.of(100, EMBED, -1) == TextLimits(100, True, truncates_ids=True)
+    assert TextLimits.of(100, SHORTER, -1, "left") == TextLimits(8, True, "left", truncates_ids=True)
+    assert [TextLimits.of(100, SHORTER, asked).longest for asked in (None, 5, 9)] == [8, 5, 8]
+    assert TextLimits.of(8, EMBED, None) == TextLimits(8)
+    for wrong in (0, -2, 101):
+        with pytest.raises(InvalidRequestError, match=r"in \[1, 100\]"):
+            TextLimits.of(100, SHORTER, wrong)
     with pytest.raises(InvalidRequestError, match="2 tokens stand around"):
         TextLimits.of(100, EMBED, 2).fit([1], [5], [2], "input")
     with pytest.raises(InvalidRequestError, match="input is empty"):

@@ -6,14 +6,15 @@ import numpy as np
 import pytest
 
 from jaxserve.errors import InvalidRequestError, RequestFailedError
+from jaxserve.model_source.pooling import Pooling
 from jaxserve.text.pooled_vectors import (
     best_label,
     check_dimensions,
-    cosine,
     embedding,
     label_values,
     read_vector,
     relevance,
+    similarity,
 )
 from tests.server.pooling.tasks import EMBED, RERANK
 
@@ -72,7 +73,24 @@ def test_the_relevance_is_that_of_the_last_label():
     assert relevance(choice[1:], single, activates=False) == 2
 
 
-def test_cosine():
-    assert cosine(VECTOR, VECTOR * 3) == pytest.approx(1)
-    assert cosine(VECTOR, -VECTOR) == pytest.approx(-1)
-    assert cosine(VECTOR, np.zeros(4, np.float32)) == 0
+def test_the_cosine_of_two_embeddings():
+    assert similarity(VECTOR, VECTOR * 3, EMBED) == pytest.approx(1)
+    assert similarity(VECTOR, -VECTOR, EMBED) == pytest.approx(-1)
+    assert similarity(VECTOR, np.zeros(4, np.float32), EMBED) == 0
+
+
+def test_an_embedding_of_each_token():
+    task = dataclasses.replace(EMBED, pooling=Pooling("all"), size=2)
+    assert embedding(VECTOR, task, normalize=False).tolist() == [[3, 4], [12, 84]]
+    assert embedding(VECTOR, task).tolist() == [pytest.approx([0.6, 0.8]), pytest.approx([1 / 50**0.5, 7 / 50**0.5])]
+    assert embedding(VECTOR, task, dimensions=1).tolist() == [[1], [1]]
+
+
+def test_late_interaction():
+    """Each token of the query counts with the document's token that is nearest to it."""
+    task = dataclasses.replace(EMBED, pooling=Pooling("all"), size=2)
+    query, document = np.asarray([1, 0, 0, 1], np.float32), np.asarray([3, 4, 0, -2, 1, 0], np.float32)
+    assert similarity(query, document, task) == pytest.approx(1 + 0.8)
+    assert similarity(document, query, task) == pytest.approx(0.8 + 0 + 1)
+    unnormalized = dataclasses.replace(task, normalize=False)
+    assert similarity(query, document, unnormalized) == pytest.approx(3 + 4)

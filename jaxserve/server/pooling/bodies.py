@@ -34,10 +34,10 @@ class EmbeddingResponse(msgspec.Struct, kw_only=True):
 
 
 class PoolingObject(msgspec.Struct):
-    """One vector, written as embeddings are."""
+    """One vector, or one of each token, written as embeddings are."""
 
     index: int
-    data: list[float] | str
+    data: list[float | list[float]] | str
     object: Literal["pooling"] = "pooling"
 
 
@@ -148,7 +148,7 @@ class EncodeMeta(msgspec.Struct):
 
 
 class EncodeOutput(msgspec.Struct):
-    """The vector of one text."""
+    """The vector of one text, or one of each of its tokens."""
 
-    embedding: list[float]
+    embedding: list[float | list[float]]
     meta_info: EncodeMeta

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -22,7 +23,7 @@ from jaxserve.server.pooling.running import PooledResult, run_prompts, total_usa
 from jaxserve.server.server_state import LoadedModel, ServerState
 from jaxserve.text.pooled_vectors import check_dimensions, embedding, label_values
 
-type _Item = Callable[[int, list[float] | str], msgspec.Struct]
+type _Item = Callable[[int, Any], msgspec.Struct]
 
 
 async def embeddings(state: ServerState, exchange: HttpExchange, request: EmbeddingRequest) -> None:
@@ -39,8 +40,8 @@ async def embeddings(state: ServerState, exchange: HttpExchange, request: Embedd
 async def pooling(state: ServerState, exchange: HttpExchange, request: PoolingRequest) -> None:
     """Answer one request."""
     loaded, task = require_pooled(state)
-    if request.task not in (None, task.kind):
-        raise InvalidRequestError(f"task: this model does {task.kind}, not {request.task}", param="task")
+    if request.task not in (None, task.uses[0]):
+        raise InvalidRequestError(f"task: this model does {task.uses[0]}, not {request.task}", param="task")
     response_id = request.response_id("pool", exchange.request_id)
     results = await _results(state, loaded, task, exchange, request, response_id)
     response = PoolingResponse(
@@ -93,11 +94,11 @@ async def _respond(
         ]
         return msgspec.json.encode(msgspec.structs.asdict(response) | {"data": items})
 
-    size = len(results) * (request.dimensions or task.size)
+    size = sum(result.vector.size for result in results)
     await exchange.respond(msgspec.Raw(await run_off_event_loop(state, size, written)))
 
 
-def _numbers(result: PooledResult, task: PooledTask, request: VectorFields) -> list[float] | str:
+def _numbers(result: PooledResult, task: PooledTask, request: VectorFields) -> list[Any] | str:
     if task.kind == "embed":
         vector = embedding(result.vector, task, dimensions=request.dimensions, normalize=request.normalizes())
     else:
@@ -105,5 +106,5 @@ def _numbers(result: PooledResult, task: PooledTask, request: VectorFields) -> l
         vector = np.asarray(label_values(result.vector, activation), np.float32)
     if request.encoding_format == "base64":
         return base64.b64encode(vector.astype("<f4").tobytes()).decode()
-    numbers: list[float] = vector.tolist()
+    numbers: list[Any] = vector.tolist()
     return numbers

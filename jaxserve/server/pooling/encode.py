@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.server.generation.engine_requests import numbered, prompt_rids
@@ -46,7 +47,7 @@ async def encode(state: ServerState, exchange: HttpExchange, request: EncodeRequ
     outputs = []
     for name, (vector, usage) in zip(names, results, strict=True):
         if task.kind == "embed":
-            numbers: list[float] = embedding(vector, task, dimensions=request.dimensions).tolist()
+            numbers: list[Any] = embedding(vector, task, dimensions=request.dimensions).tolist()
         else:
             numbers = label_values(vector, task.activation)
         meta = EncodeMeta(name, {"type": "stop"}, usage.prompt_tokens, 0, usage.cached_tokens, latency)

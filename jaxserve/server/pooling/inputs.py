@@ -14,6 +14,7 @@ from jaxserve.server.generation.prompts import LONG, run_off_event_loop, split_p
 from jaxserve.server.pooling.protocol import PairFields, TextFields
 from jaxserve.server.server_state import LoadedModel, ServerState
 from jaxserve.text.pair_forms import (
+    EncodedPair,
     PairTemplate,
     WrittenPair,
     check_instruction,
@@ -97,7 +98,7 @@ async def encode_input(
     for prompt, name in zip(ids, names, strict=True):
         check_not_empty(prompt, name)
         check_ids(prompt, loaded.engine.info.vocab_size, param=name)
-    return [limits.fit([], prompt, [], name) for prompt, name in zip(ids, names, strict=True)]
+    return [limits.fit_ids(prompt, name) for prompt, name in zip(ids, names, strict=True)]
 
 
 async def read_pairs(
@@ -107,7 +108,7 @@ async def read_pairs(
     request: PairFields,
     pairs: Sequence[tuple[str, str]],
     names: Sequence[str],
-) -> list[list[int]]:
+) -> list[EncodedPair]:
     """Return the ids of each pair of a query and a document. Errors call the documents by their `names`."""
     form = choose_form(task, state.config.chat_template, loaded.template_source)
     template = PairTemplate(task, loaded.template_source)
@@ -138,7 +139,7 @@ async def read_pairs(
             await _render_pair(loaded, marks, template, pair, instruction, arguments, limits) for pair in shortened
         ]
 
-    def encode() -> list[list[int]]:
+    def encode() -> list[EncodedPair]:
         ready = written or [qwen3_pair(query, document, instruction, marks) for query, document in shortened]
         return encode_written_pairs(tokenizer, marks, ready, limits, names)
 

@@ -121,9 +121,10 @@ class EmbeddingRequest(VectorFields, kw_only=True, forbid_unknown_fields=True):
 
 
 class PoolingRequest(VectorFields, kw_only=True, forbid_unknown_fields=True):
-    """The body of `/pooling`. `task` must be what the model does; its vectors are embeddings, or values of labels."""
+    """The body of `/pooling`. `task` must be what the model does; its vectors are embeddings, of texts or of their
+    tokens, or values of labels."""
 
-    task: Literal["embed", "classify"] | None = None
+    task: Literal["embed", "token_embed", "classify"] | None = None
 
 
 class ClassifyRequest(TextFields, kw_only=True, forbid_unknown_fields=True):

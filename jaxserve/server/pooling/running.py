@@ -95,17 +95,20 @@ async def run_prompts(
     prompts: list[list[int]],
     *,
     ids: tuple[str, ...],
+    second_starts: Sequence[int | None] | None = None,
     parts: Mapping[str, tuple[int, ...]] | None = None,
     priority: int | None,
     cache_salt: str | None = None,
 ) -> list[PooledResult]:
-    """Return the result of each prompt.
+    """Return the result of each prompt. `second_starts` says of pairs where the second text begins.
 
     `/abort_request` finds the request by each of `ids`, of which the first is the id of the response, and by the id of
     the HTTP request. It finds single prompts by the ids in `parts`.
     """
     name = f"{ids[0]}-{uuid.uuid4().hex}"
-    requests = pooled_requests(name, prompts, loaded.engine.info, priority=priority, cache_salt=cache_salt)
+    requests = pooled_requests(
+        name, prompts, loaded.engine.info, second_starts=second_starts, priority=priority, cache_salt=cache_salt
+    )
     run = PooledRun(state, loaded, requests, exchange.arrival)
     with state.abortable((*ids, exchange.request_id), run, parts):
         return await run.run()

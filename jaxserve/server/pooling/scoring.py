@@ -1,7 +1,7 @@
 """Compares queries with documents: `/v1/rerank` (Cohere's, Jina's and vLLM's route) and `/v1/score` (vLLM's).
 
-A reranker reads a query and a document as one text. A model of embeddings makes a vector of each, and their cosine is
-the score.
+A reranker reads a query and a document as one text. A model of embeddings makes a vector of each, and their similarity
+is the score.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from jaxserve.server.pooling.inputs import read_pairs, read_sides
 from jaxserve.server.pooling.protocol import PairFields, RerankRequest, ScoreRequest
 from jaxserve.server.pooling.running import run_prompts, total_usage
 from jaxserve.server.server_state import LoadedModel, ServerState
-from jaxserve.text.pooled_vectors import cosine, relevance
+from jaxserve.text.pooled_vectors import relevance, similarity
 
 # Cohere bills a query with up to this many documents as one search.
 _DOCUMENTS_OF_SEARCH = 100
@@ -101,25 +101,28 @@ async def _scores(
 ) -> tuple[list[float], PooledUsage]:
     """Return the score of each document with its query, which may be one for all, and the token counts."""
     query_of = [min(number, len(queries.texts) - 1) for number in range(len(documents.texts))]
+    second_starts = None
     if task.kind == "embed":
         prompts = await read_sides(state, loaded, task, request, queries, documents)
     else:
         pairs = [(queries.texts[query], text) for query, text in zip(query_of, documents.texts)]
         names = [f"{documents.name}[{number}]" for number in range(len(pairs))]
-        prompts = await read_pairs(state, loaded, task, request, pairs, names)
+        encoded = await read_pairs(state, loaded, task, request, pairs, names)
+        prompts, second_starts = [pair.ids for pair in encoded], [pair.second_start for pair in encoded]
     results = await run_prompts(
         state,
         loaded,
         exchange,
         prompts,
         ids=(response_id, *request.client_ids),
+        second_starts=second_starts,
         priority=request.priority,
         cache_salt=request.cache_salt,
     )
     vectors = [result.vector for result in results]
     if task.kind == "embed":
         left, right = vectors[: len(queries.texts)], vectors[len(queries.texts) :]
-        scores = [cosine(left[query], vector) for query, vector in zip(query_of, right)]
+        scores = [similarity(left[query], vector, task) for query, vector in zip(query_of, right)]
     else:
         activates = request.use_activation is not False
         scores = [relevance(vector, task, activates=activates) for vector in vectors]

@@ -1,8 +1,9 @@
 """Builds a tokenizer from the metadata of a GGUF file.
 
-Supports byte-level BPE (`tokenizer.ggml.model` "gpt2") with the pre-tokenizer named by `tokenizer.ggml.pre`, and
-SentencePiece BPE ("llama"), whose merges follow from the scores of its pieces. Any other kind is an error that names
-it. The names and regular expressions of pre-tokenizers are those of llama.cpp's converter.
+Supports byte-level BPE (`tokenizer.ggml.model` "gpt2") with the pre-tokenizer named by `tokenizer.ggml.pre`,
+SentencePiece BPE ("llama"), whose merges follow from the scores of its pieces, and of encoders WordPiece ("bert") and
+Unigram ("t5"). Any other kind is an error that names it. The names and regular expressions of pre-tokenizers are those
+of llama.cpp's converter.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from jaxserve.errors import ConfigError
 from jaxserve.model_source.gguf_config import token_id
 from jaxserve.model_source.gguf_metadata import GGUFMetadata
 from jaxserve.text.tokenizers.chat_template_files import DEFAULT
+from jaxserve.text.tokenizers.encoder_backends import frame_texts, unigram_backend, wordpiece_backend
 from jaxserve.text.tokenizers.sentencepiece_backend import (
+    SPACE,
     Piece,
     PieceKind,
     add_whole_tokens,
@@ -53,7 +56,7 @@ _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
 _DIGITS = (r"\p{N}", _GPT2)
 # The regular expressions that split a text before merging, applied in order; each match becomes a word
 _SPLITS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("gpt-2", "gpt2", "olmo", "exaone4"), (_GPT2,)),
+    **dict.fromkeys(("gpt-2", "gpt2", "olmo", "exaone4", "modern-bert", "roberta-bpe"), (_GPT2,)),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), _DIGITS),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "smaug-bpe", "dbrx", "glm4", "chatglm-bpe"), (_LLAMA3,)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2"), (_QWEN2,)),
@@ -65,9 +68,18 @@ _SPLITS: dict[str, tuple[str, ...]] = {
     "default": _DEFAULT,
 }
 _IGNORE_MERGES = _BOS_BY_DEFAULT = {"llama-bpe", "llama3", "llama-v3", "tekken"}
-_NFC_NORMALIZED = {"qwen2", "qwen35", "deepseek-r1-qwen", "command-r"}
+_NFC_NORMALIZED = {"qwen2", "qwen35", "deepseek-r1-qwen", "command-r", "modern-bert"}
 # Phi-3's other whole tokens swallow the white space after them; GGUF files don't say so
 _PHI3_UNSTRIPPED = {"<unk>", "<s>", "<|endoftext|>"}
+_NAMES = {
+    "bos_token": "bos",
+    "eos_token": "eos",
+    "unk_token": "unknown",
+    "pad_token": "padding",
+    "cls_token": "cls",
+    "sep_token": "seperator",
+}
+_ENCODERS = ("bert", "jina-bert-v2", "modern-bert", "nomic-bert")
 # Files from older converters name only the end-of-text token as EOS; these tokens always end a turn too
 _TURN_ENDS = (
     "<|eot_id|>",
@@ -85,16 +97,26 @@ def tokenizer_from_gguf(metadata: GGUFMetadata) -> TokenizerParts:
     kind = metadata.get("tokenizer.ggml.model")
     tokens = _strings(metadata, "tokenizer.ggml.tokens")
     kinds = metadata.array("tokenizer.ggml.token_type") or [PieceKind.NORMAL] * len(tokens)
+    if len(kinds) != len(tokens):
+        raise ConfigError(f"{metadata.path}: tokenizer.ggml.token_type should be a number for each token")
     if kind == "gpt2":
         backend = _byte_level(metadata, tokens, kinds)
     elif kind == "llama":
         backend = _sentencepiece(metadata, tokens, kinds)
+    elif kind == "bert":
+        backend = _wordpiece(metadata, tokens, kinds)
+    elif kind == "t5":
+        unknown = token_id(metadata, "unknown", len(tokens))
+        pieces = _scored_pieces(metadata, tokens, kinds)
+        backend = unigram_backend(pieces, unknown, _character_map(metadata), str(metadata.path))
     else:
         raise ConfigError(
-            f"{metadata.path}: tokenizer model {kind!r} is not supported in GGUF files; supported: gpt2, llama. "
-            "Use the model's Hugging Face folder instead"
+            f"{metadata.path}: tokenizer model {kind!r} is not supported in GGUF files; supported: gpt2, llama, bert, "
+            "t5. Use the model's Hugging Face folder instead"
         )
-    ids = {name: token_id(metadata, name, len(tokens)) for name in ("bos", "eos", "eot", "eom", "unknown", "padding")}
+    ids = {name: token_id(metadata, name, len(tokens)) for name in (*_NAMES.values(), "eot", "eom")}
+    if metadata.get("general.architecture") in _ENCODERS:
+        return _encoder_parts(backend, metadata, tokens, ids)
     add_bos = metadata.get("tokenizer.ggml.add_bos_token")
     if add_bos is None:
         add_bos = kind == "llama" or metadata.get("tokenizer.ggml.pre") in _BOS_BY_DEFAULT
@@ -106,14 +128,17 @@ def tokenizer_from_gguf(metadata: GGUFMetadata) -> TokenizerParts:
     ends_of_turns = HARMONY_ENDS if set(HARMONY_ENDS).issubset(tokens) else _TURN_ENDS
     turn_ends = [index for index, token in enumerate(tokens) if token in ends_of_turns]
     ends = [ids["eos"], ids["eot"], ids["eom"], *turn_ends]
-    names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     return TokenizerParts(
         backend=backend,
         eos_ids=tuple(dict.fromkeys(token_id for token_id in ends if token_id is not None)),
         bos_id=ids["bos"],
-        special_tokens={name: tokens[index] for name, key in names.items() if (index := ids[key]) is not None},
+        special_tokens=_special_tokens(tokens, ids),
         chat_templates=_chat_templates(metadata),
     )
+
+
+def _special_tokens(tokens: list[str], ids: dict[str, int | None]) -> dict[str, str]:
+    return {name: tokens[index] for name, key in _NAMES.items() if (index := ids[key]) is not None}
 
 
 def _chat_templates(metadata: GGUFMetadata) -> dict[str, str]:
@@ -159,20 +184,61 @@ def _byte_level(metadata: GGUFMetadata, tokens: list[str], kinds: list[Any]) -> 
 
 
 def _sentencepiece(metadata: GGUFMetadata, tokens: list[str], kinds: list[Any]) -> tokenizers.Tokenizer:
-    scores = metadata.array("tokenizer.ggml.scores")
-    if scores is None or len(scores) != len(tokens):
-        raise ConfigError(f"{metadata.path}: tokenizer.ggml.scores is missing or not as long as the vocabulary")
-    if len(kinds) != len(tokens) or not all(isinstance(score, int | float) for score in scores):
-        raise ConfigError(f"{metadata.path}: tokenizer.ggml.token_type and scores should be a number for each token")
     strips = metadata.get("general.architecture") == "phi3"
+    pieces = _scored_pieces(metadata, tokens, kinds)
     return sentencepiece_backend(
-        [
-            Piece(token, float(score), kind, rstrip=strips and token not in _PHI3_UNSTRIPPED)
-            for token, score, kind in zip(tokens, scores, kinds)
-        ],
+        [piece._replace(rstrip=strips and piece.text not in _PHI3_UNSTRIPPED) for piece in pieces],
         space_prefix="never" if metadata.get("tokenizer.ggml.add_space_prefix") is False else "always",
         where=str(metadata.path),
     )
+
+
+def _scored_pieces(metadata: GGUFMetadata, tokens: list[str], kinds: list[Any]) -> list[Piece]:
+    scores = metadata.array("tokenizer.ggml.scores")
+    if scores is None or len(scores) != len(tokens):
+        raise ConfigError(f"{metadata.path}: tokenizer.ggml.scores is missing or not as long as the vocabulary")
+    if not all(isinstance(score, int | float) for score in scores):
+        raise ConfigError(f"{metadata.path}: tokenizer.ggml.scores should be a number for each token")
+    return [Piece(token, float(score), kind) for token, score, kind in zip(tokens, scores, kinds)]
+
+
+def _character_map(metadata: GGUFMetadata) -> bytes:
+    values = metadata.array("tokenizer.ggml.precompiled_charsmap") or []
+    if not all(isinstance(value, int) for value in values):
+        raise ConfigError(f"{metadata.path}: tokenizer.ggml.precompiled_charsmap should hold bytes")
+    return bytes(int(value) & 0xFF for value in values)
+
+
+def _wordpiece(metadata: GGUFMetadata, tokens: list[str], kinds: list[Any]) -> tokenizers.Tokenizer:
+    """Return the backend of a vocabulary in which the pieces that begin a word have a mark of a space."""
+    unknown = token_id(metadata, "unknown", len(tokens))
+    pieces = []
+    for token, kind in zip(tokens, kinds, strict=True):
+        is_whole = kind in (PieceKind.CONTROL, PieceKind.UNKNOWN) or (token[:1] == "[" and token[-1:] == "]")
+        word = token[1:] if token.startswith(SPACE) else f"##{token}"
+        pieces.append(Piece(token if is_whole else word, 0.0, kind))
+    strips = metadata.get("tokenizer.ggml.normalizer.strip_accents")
+    return wordpiece_backend(
+        pieces,
+        "[UNK]" if unknown is None else tokens[unknown],
+        lowercase=metadata.get("tokenizer.ggml.normalizer.lowercase") is not False,
+        strip_accents=strips if isinstance(strips, bool) else None,
+    )
+
+
+def _encoder_parts(
+    backend: tokenizers.Tokenizer, metadata: GGUFMetadata, tokens: list[str], ids: dict[str, int | None]
+) -> TokenizerParts:
+    """Return the tokenizer of an encoder, whose texts stand between two special tokens."""
+    special = _special_tokens(tokens, ids)
+    first = special.get("cls_token") or special.get("bos_token") or "[CLS]"
+    last = special.get("sep_token") or special.get("eos_token") or "[SEP]"
+    for text in (first, last):
+        if backend.token_to_id(text) is None:
+            raise ConfigError(f"{metadata.path}: its vocabulary has no token {text!r}, which stands beside each text")
+    # Only the RoBERTas have this token, and they have no types
+    frame_texts(backend, first, last, has_token_types=last != "</s>")
+    return TokenizerParts(backend, (), None, special | {"cls_token": first, "sep_token": last}, {})
 
 
 def _add_bos_eos(backend: tokenizers.Tokenizer, bos: str | None, eos: str | None) -> None:

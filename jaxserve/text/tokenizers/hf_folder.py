@@ -1,7 +1,8 @@
 """Reads the tokenizer of a Hugging Face folder and its small companion files.
 
-Of several tokenizers in a folder, the first of tokenizer.json, tokenizer.model and tekken.json counts; transformers
-makes one from other files. `chat_template_files` finds the chat templates.
+Of several tokenizers in a folder, the first of tokenizer.json, tokenizer.model, tekken.json and XLM-RoBERTa's
+sentencepiece.bpe.model counts; transformers makes one from other files, such as vocab.txt. `chat_template_files` finds
+the chat templates.
 """
 
 from __future__ import annotations
@@ -10,15 +11,33 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
+from tokenizers import normalizers
 from tokenizers.processors import TemplateProcessing
 
 from jaxserve.errors import ConfigError
 from jaxserve.model_source.fields import TOKEN_ID, Fields, read_json
+from jaxserve.model_source.sentence_modules import lowercases
 from jaxserve.text.tokenizers.chat_template_files import chat_templates
-from jaxserve.text.tokenizers.sentencepiece_model import backend_from_sentencepiece, read_sentencepiece_model
+from jaxserve.text.tokenizers.encoder_backends import XLM_ROBERTA
+from jaxserve.text.tokenizers.sentencepiece_model import (
+    backend_from_sentencepiece,
+    backend_from_xlm_roberta,
+    read_sentencepiece_model,
+)
 from jaxserve.text.tokenizers.tekken import SPECIAL_TOKENS as TEKKEN_SPECIAL_TOKENS
 from jaxserve.text.tokenizers.tekken import backend_from_tekken
+from jaxserve.text.tokenizers.token_bytes import component_steps
 from jaxserve.text.tokenizers.tokenizer_parts import TokenizerParts
+
+_XLM_ROBERTA_FILE = "sentencepiece.bpe.model"
+# Classes whose settings in tokenizer_config.json have priority over the normalizer in tokenizer.json
+_BERT_CLASSES = ("BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer", "MPNetTokenizer")
+_BERT_SETTINGS = {
+    "do_lower_case": "lowercase",
+    "strip_accents": "strip_accents",
+    "tokenize_chinese_chars": "handle_chinese_chars",
+}
+_TOKEN_TYPES = "token_type_ids"
 
 
 def tokenizer_from_folder(folder: Path) -> TokenizerParts:
@@ -31,6 +50,7 @@ def tokenizer_from_folder(folder: Path) -> TokenizerParts:
         if adds_bos and config.get("add_bos_token") is None:
             config = config | {"add_bos_token": True}
         _apply_bos_eos(backend, config, special_tokens)
+        _apply_normalizing(backend, config, lowercases=lowercases(folder))
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # the bindings raise bare Exception, and BaseException if Rust panics
@@ -43,6 +63,7 @@ def tokenizer_from_folder(folder: Path) -> TokenizerParts:
         bos_id=bos_id,
         special_tokens=special_tokens,
         chat_templates=templates,
+        has_token_types=_TOKEN_TYPES in (config.get("model_input_names") or _TOKEN_TYPES),
     )
 
 
@@ -58,6 +79,10 @@ def _load_backend(folder: Path, config: dict[str, Any]) -> tuple[tokenizers.Toke
         return backend, model.special_tokens, True
     if (folder / "tekken.json").is_file():
         return backend_from_tekken(folder / "tekken.json"), dict(TEKKEN_SPECIAL_TOKENS), True
+    model_type = _read_json(folder / "config.json").get("model_type")
+    if model_type == "xlm-roberta" and (folder / _XLM_ROBERTA_FILE).is_file():
+        model = read_sentencepiece_model(folder / _XLM_ROBERTA_FILE, "Unigram")
+        return backend_from_xlm_roberta(model, str(folder / _XLM_ROBERTA_FILE)), dict(XLM_ROBERTA), False
     return *_convert(folder), False
 
 
@@ -134,6 +159,21 @@ def _apply_bos_eos(backend: tokenizers.Tokenizer, config: dict[str, Any], specia
             pair=[*single, *second],
             special_tokens=[(text, backend.token_to_id(text)) for text in dict.fromkeys(texts.values()) if text],
         )
+
+
+def _apply_normalizing(backend: tokenizers.Tokenizer, config: dict[str, Any], *, lowercases: bool) -> None:
+    """Normalize as tokenizer_config.json says of a BERT, and let all texts be lower case first if `lowercases`."""
+    normalizer = backend.normalizer
+    if isinstance(normalizer, normalizers.BertNormalizer):
+        is_bert = str(config.get("tokenizer_class")).removesuffix("Fast") in _BERT_CLASSES
+        for name, attribute in _BERT_SETTINGS.items():
+            if is_bert and isinstance(config.get(name), bool):
+                setattr(normalizer, attribute, config[name])
+        backend.normalizer = normalizer
+    steps = component_steps(backend.normalizer)
+    if lowercases and not any(step["type"] == "Lowercase" or step.get("lowercase") for step in steps):
+        own = [] if normalizer is None else [normalizer]
+        backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *own])
 
 
 def _eos_ids(folder: Path, tokenizer_eos: int | None) -> tuple[int, ...]:

@@ -1,4 +1,5 @@
-"""Reads `tokenizer.model`, the file of a SentencePiece model, for folders without a tokenizer.json.
+"""Reads `tokenizer.model`, the file of a SentencePiece model, for folders without a tokenizer.json, and XLM-RoBERTa's
+`sentencepiece.bpe.model`, which in spite of its name is a Unigram model.
 
 The file is a protobuf message; its few fields that matter are read here without SentencePiece or protobuf. Field
 numbers and defaults are those of sentencepiece_model.proto.
@@ -17,9 +18,9 @@ from tokenizers import Regex, normalizers
 
 from jaxserve.errors import ConfigError
 from jaxserve.model_source.fields import TOKEN_ID, Fields
+from jaxserve.text.tokenizers.encoder_backends import XLM_ROBERTA, XLM_ROBERTA_MASK, frame_texts, unigram_backend
 from jaxserve.text.tokenizers.sentencepiece_backend import SPACE, Piece, PieceKind, sentencepiece_backend
 
-_BPE = 2
 _MODEL_TYPES = {1: "Unigram", 2: "BPE", 3: "Word", 4: "Char"}
 _REMEDY = "Add the model's tokenizer.json to the folder"
 
@@ -36,10 +37,10 @@ class SentencePieceModel:
     character_map: bytes
 
 
-def read_sentencepiece_model(path: Path) -> SentencePieceModel:
-    """Read a file. Raises `ConfigError` if it is no SentencePiece model, or one of another type than BPE."""
+def read_sentencepiece_model(path: Path, model_type: Literal["BPE", "Unigram"] = "BPE") -> SentencePieceModel:
+    """Read a file. Raises `ConfigError` if it is no SentencePiece model, or one of another type."""
     try:
-        return _parse(path.read_bytes(), path)
+        return _parse(path.read_bytes(), path, model_type)
     except (OSError, ValueError, LookupError, TypeError, struct.error) as error:
         raise ConfigError(
             f"{path} can't be read as a SentencePiece model ({error}); files of the same name in tiktoken's format are "
@@ -68,6 +69,19 @@ def backend_from_sentencepiece(
     if not Fields(config, where).boolean("add_prefix_space", model.adds_space_prefix):
         space_prefix = "never"
     return sentencepiece_backend(pieces, space_prefix=space_prefix, normalizing=normalizing, where=where)
+
+
+def backend_from_xlm_roberta(model: SentencePieceModel, where: str) -> tokenizers.Tokenizer:
+    """Return the backend of XLM-RoBERTa: its ids are not those of the model, of whose pieces the first three are others
+    and no part of a text. Raises `ConfigError`."""
+    first = [
+        Piece(text, 0.0, PieceKind.UNKNOWN if name == "unk_token" else PieceKind.CONTROL)
+        for name, text in XLM_ROBERTA.items()
+    ]
+    pieces = [*first, *model.pieces[3:], Piece(XLM_ROBERTA_MASK, 0.0, PieceKind.CONTROL, lstrip=True)]
+    backend = unigram_backend(pieces, len(first) - 1, model.character_map, where)
+    frame_texts(backend, XLM_ROBERTA["bos_token"], XLM_ROBERTA["eos_token"], has_token_types=False)
+    return backend
 
 
 def _character_map(model: SentencePieceModel, where: str) -> list[Any]:
@@ -101,7 +115,7 @@ def _add_declared_tokens(pieces: list[Piece], config: Fields) -> None:
         pieces[token_id : token_id + 1] = [new]
 
 
-def _parse(data: bytes, path: Path) -> SentencePieceModel:
+def _parse(data: bytes, path: Path, wanted: str) -> SentencePieceModel:
     pieces: list[Piece] = []
     trainer: dict[int, Any] = {}
     normalizer: dict[int, Any] = {}
@@ -116,11 +130,10 @@ def _parse(data: bytes, path: Path) -> SentencePieceModel:
             normalizer = dict(_fields(value))
     if not pieces:
         raise ValueError("it holds no pieces")
-    model_type = trainer.get(3, 1)
-    if model_type != _BPE:
+    model_type = _MODEL_TYPES.get(trainer.get(3, 1), trainer.get(3))
+    if model_type != wanted:
         raise ConfigError(
-            f"{path} is a SentencePiece model of type {_MODEL_TYPES.get(model_type, model_type)}, only BPE is "
-            f"supported. {_REMEDY}"
+            f"{path} is a SentencePiece model of type {model_type}, only {wanted} is supported. {_REMEDY}"
         )
     ids = {"unk_token": trainer.get(40, 0), "bos_token": trainer.get(41, 1), "eos_token": trainer.get(42, 2)}
     ids["pad_token"] = trainer.get(43, -1)

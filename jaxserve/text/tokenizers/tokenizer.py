@@ -62,6 +62,7 @@ class Tokenizer:
         self.bos_id = parts.bos_id
         self.special_tokens = parts.special_tokens
         self.chat_templates = parts.chat_templates
+        self._has_token_types = parts.has_token_types
         self.vocab_size: int = self._backend.get_vocab_size(with_added_tokens=True)
         self.skipped_ids = frozenset(
             token_id for token_id, token in self._backend.get_added_tokens_decoder().items() if token.special
@@ -130,6 +131,19 @@ class Tokenizer:
         if texts != list(range(num_texts)):
             raise ConfigError("the tokenizer's post-processor doesn't write each text once, in their order")
         return around
+
+    def second_type_offset(self) -> int | None:
+        """Return where the tokens of type 1 begin in a pair of texts, counted from the end of the first text.
+
+        None if all are of type 0. Raises `ConfigError` for types in another order.
+        """
+        encoding = self._backend.encode("a", "a")
+        if not self._has_token_types or 1 not in encoding.type_ids:
+            return None
+        start = encoding.type_ids.index(1)
+        if encoding.type_ids != sorted(encoding.type_ids) or 0 in encoding.sequence_ids[start:]:
+            raise ConfigError("the tokenizer's post-processor doesn't give type 0 to a first text and 1 to a second")
+        return start - (len(encoding) - 1 - encoding.sequence_ids[::-1].index(0)) - 1
 
     def text_offsets(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return where in `text` each token of `encode(text)` begins, in non-decreasing order. An added special token

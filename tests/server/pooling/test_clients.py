@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -14,17 +13,6 @@ from tests.server.pooling.test_embeddings import normalized
 from tests.server.pooling.test_scoring import pair_score
 
 IMPORTS_NOISILY = pytest.mark.filterwarnings("ignore::UserWarning:pydantic", "ignore::UserWarning:litellm")
-
-
-@pytest.fixture
-async def litellm(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
-    """The module, without what it asks of the internet."""
-    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
-    import litellm
-    from litellm.llms.custom_httpx.async_client_cleanup import close_litellm_async_clients
-
-    yield litellm
-    await close_litellm_async_clients()
 
 
 async def test_openais_client():

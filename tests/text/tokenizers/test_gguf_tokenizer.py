@@ -248,7 +248,8 @@ def test_tokens_of_phi3_swallow_the_space_after_them(tmp_path: Path, architectur
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"ggml.model": "bert", "ggml.tokens": ["a"]}, "tokenizer model 'bert' is not supported"),
+        ({"ggml.model": "rwkv", "ggml.tokens": ["a"]}, "tokenizer model 'rwkv' is not supported"),
+        ({"ggml.model": "bert", "ggml.tokens": ["a"], "ggml.token_type": [1, 1]}, "token_type should be a number for"),
         (
             {"ggml.model": "gpt2", "ggml.tokens": ["a"], "ggml.pre": "kimi-k2"},
             "pre-tokenizer 'kimi-k2' is not supported",
