@@ -47,7 +47,7 @@ class PackedOperands(NamedTuple):
     distances: Value
 
 
-class TextBlock(NamedTuple):
+class PackedBlock(NamedTuple):
     """Memory for a block of one KV head of a text: see `LaidOut`.
 
     `keys_at` and `values_at` point to the text's first token; the next one is `token_bytes` further.
@@ -76,7 +76,7 @@ def make_block(
     stop: Value,
     features: frozenset[str],
     rows: int,
-) -> TextBlock:
+) -> PackedBlock:
     """Allocate memory on the stack of `f` for a block of the text of tokens `start` to `stop`.
 
     `rows` rows of queries are computed together. If the CPU has tile registers, set their shapes; the caller must
@@ -91,12 +91,24 @@ def make_block(
         tiles.configure()
     head_bytes = facts.head_dim * facts.kv_bytes
     token_bytes = operands.kv_heads * head_bytes
-    pointers = (f.at(pool, start * token_bytes + head * head_bytes) for pool in (operands.keys, operands.values))
-    memory = keys, values, logits, weights
-    return TextBlock(facts, *memory, exact, tiles, most_sums(features), *pointers, token_bytes, stop - start)
+    own = start * token_bytes + head * head_bytes
+    return PackedBlock(
+        facts=facts,
+        keys=keys,
+        values=values,
+        logits=logits,
+        weights=weights,
+        exact=exact,
+        tiles=tiles,
+        sums=most_sums(features),
+        keys_at=f.at(operands.keys, own),
+        values_at=f.at(operands.values, own),
+        token_bytes=token_bytes,
+        length=stop - start,
+    )
 
 
-def lay_out(f: Function, block: TextBlock, at: Value, end: Value) -> None:
+def lay_out(f: Function, block: PackedBlock, at: Value, end: Value) -> None:
     """Lay out the block at `at`, of which queries see tokens up to `end`. Past the text, its last token is repeated."""
     facts = block.facts
 
@@ -108,10 +120,10 @@ def lay_out(f: Function, block: TextBlock, at: Value, end: Value) -> None:
         lay_out_group(f, tokens, f.at(block.keys, i * 64), facts, block.exact)
 
     def pair(k: Value) -> None:
-        rows = [token(block.values_at, k * 2 + i) for i in range(2)]
+        first, second = (token(block.values_at, k * 2 + i) for i in range(2))
         for i in range(facts.vectors):
-            halves = [f.load(HALVES, row, 32 * i) for row in rows]
-            words = f.shuffle(*halves, [lane + side for lane in range(LANES) for side in (0, LANES)])
+            halves = f.load(HALVES, first, 32 * i), f.load(HALVES, second, 32 * i)
+            words = f.shuffle(halves[0], halves[1], [lane + side for lane in range(LANES) for side in (0, LANES)])
             f.store(words, block.values, k * (facts.head_dim * 4) + 64 * i)
 
     def one(k: Value) -> None:

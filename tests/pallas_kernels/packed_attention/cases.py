@@ -125,3 +125,8 @@ CASES = [
 
 CORNERS = ("texts", "reach-of-several-blocks", "bias-reach-and-group", "bf16-gemma")
 """Cases for backends that are slow here."""
+MORE = (
+    *("one-long-text", "reach-1", "reach-longer-than-texts", "soft-cap", "bias", "group-7", "dim-80"),
+    *("bf16-one-token-texts", "bf16-everything-dim-48"),
+)
+"""Cases that `make test` leaves out on every backend."""
