@@ -15,8 +15,9 @@ from pallas_kernels.paged_attention.cpu.blocks import (
     is_exact,
     lay_out_group,
     most_sums,
+    query_bytes,
 )
-from pallas_kernels.paged_attention.cpu.tiles import HALVES, LANES, CpuHeads, load_row
+from pallas_kernels.paged_attention.cpu.tiles import HALVES, LANES, WORDS, CpuHeads, load_row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +110,10 @@ def make_block(
 
 
 def lay_out(f: Function, block: PackedBlock, at: Value, end: Value) -> None:
-    """Lay out the block at `at`, of which queries see tokens up to `end`. Past the text, its last token is repeated."""
+    """Lay out the block at `at`, of which queries see tokens up to `end`.
+
+    Past the text, its last token is repeated up to a whole vector, and zeros fill the block.
+    """
     facts = block.facts
 
     def token(pointer: Value, i: Value) -> Value:
@@ -130,8 +134,17 @@ def lay_out(f: Function, block: PackedBlock, at: Value, end: Value) -> None:
         for i, column in enumerate(load_row(f, token(block.values_at, k), facts.kv_dtype, facts.head_dim)):
             f.store(column, block.values, k * (facts.head_dim * 4) + 64 * i)
 
-    f.loop(BLOCK // LANES, group)
-    if not block.exact:
-        f.loop(end - at, one)
-    else:  # tile registers multiply all tokens of a block
-        f.loop((end - at + 1) // 2 if block.tiles is None else BLOCK // 2, pair)
+    def clear_group(i: Value) -> None:
+        for word in range(query_bytes(block) // 4):
+            f.store(f.constant(WORDS, 0), block.keys, i * 64 + word * (BLOCK * 4))
+
+    def clear_pair(k: Value) -> None:
+        for i in range(facts.vectors):
+            f.store(f.constant(WORDS, 0), block.values, k * (facts.head_dim * 4) + 64 * i)
+
+    groups, pairs = (end - at + (LANES - 1)) // LANES, (end - at + 1) // 2
+    f.loop(groups, group)
+    f.loop(BLOCK // LANES, clear_group, start=groups)
+    f.loop(pairs if block.exact else end - at, pair if block.exact else one)
+    if block.tiles is not None:  # which multiply all tokens of a block
+        f.loop(BLOCK // 2, clear_pair, start=pairs)
