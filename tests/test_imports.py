@@ -80,7 +80,7 @@ ORDER_INSIDE = {
                         "dummy finite hf kv_scales manifest | gguf orbax orbax_write quantized | convert load | open",
     "pallas_kernels": "cpu gpu_code target | dispatch tuning | "
                       "activation gated_delta ngram_lookup normalization paged_attention quantized_matmul sampling | "
-                      "grouped_matmul | expert_routing | tune",
+                      "grouped_matmul packed_attention | expert_routing | tune",
     "pallas_kernels.activation": "cpu | api",
     "pallas_kernels.cpu": "types | emit | ffi maths tile_registers | compile",
     "pallas_kernels.expert_routing": "cpu routing | reference | api triton",
@@ -90,6 +90,7 @@ ORDER_INSIDE = {
                                      "api mosaic_gpu",
     "pallas_kernels.ngram_lookup": "index | cpu reference | api",
     "pallas_kernels.normalization": "cpu reference | api",
+    "pallas_kernels.packed_attention": "arguments | backends cpu mosaic_tpu reference triton | api",
     "pallas_kernels.paged_attention": "arguments layout problem | backends pages tuning write | "
                                       "api cpu mosaic_tpu reference triton | mosaic_gpu",
     "pallas_kernels.quantized_matmul": "scheme terms | layout tuning | backends mosaic_gpu mosaic_tpu reference xla | "

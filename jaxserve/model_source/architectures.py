@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 from jaxserve.errors import ConfigError
 from jaxserve.model_source.fields import Fields
 
-Head = Literal["tokens", "none", "labels", "reward"]
+Head = Literal["tokens", "none", "labels", "reward", "vectors of tokens"]
 
 _TOKENS, _MULTIMODAL = "ForCausalLM", "ForConditionalGeneration"
 # Of the classes for reward models, only Qwen2's is one of several checkpoints: two layers, with a ReLU between them
@@ -23,6 +23,7 @@ _ENCODERS = (
     "Bert", "Camembert", "DistilBert", "Gte", "MPNet", "ModernBert", "New", "NomicBert", "Roberta", "XLMRoberta",
 )  # fmt: skip
 _MASKED = ("ForMaskedLM", "ForPreTraining")
+_COLBERT = "HF_ColBERT"
 # Bidirectional models with the layers of a decoder
 _AS_DECODERS = {"EuroBert": "LlamaForCausalLM", "LlamaBidirectional": "LlamaForCausalLM"}
 _PER_TOKEN = ("ForTokenClassification", "ForProcessRewardModel", "ForQuestionAnswering")
@@ -52,6 +53,8 @@ def model_class_of(raw: Mapping[str, Any], where: str) -> ModelClass:
         )
     suffix = next((suffix for suffix in (*_HEADS, *_MASKED) if name.endswith(suffix)), "")
     stem, head = name.removesuffix(suffix), _HEADS.get(suffix, "none")
+    if name == _COLBERT:
+        return ModelClass(name, "BertModel", "vectors of tokens", is_encoder=True, bidirectional=True)
     if suffix and stem in _ENCODERS:
         return ModelClass(name, f"{stem}Model", head, is_encoder=True, bidirectional=True)
     if suffix and stem in _AS_DECODERS:

@@ -9,79 +9,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
-_QKV, _OUTPUT, _MLP = ("attn_q", "attn_k", "attn_v"), ("attn_output",), ("ffn_gate", "ffn_up", "ffn_down")
-_SILU = {"hidden_act": "silu"}
-_NOTHING: Mapping[str, Any] = MappingProxyType({})
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Architecture:
-    """One architecture. Metadata keys are without the architecture's name before them.
-
-    config.json:
-        model: its class and type. `windowed_model`: those of a model with sliding windows, where they differ.
-        constants: fields that follow from the architecture alone; metadata overrides them.
-        implied: returns further fields that follow from the config so far.
-        norm_epsilon: the key of the norms' epsilon and its field.
-        numbers: optional keys that hold a number, and their fields. `rope_numbers`: fields in `rope_parameters`.
-        integers, flags: keys that hold a whole number, or true or false, and their fields. A file must have the keys of
-            all fields that aren't among the `constants`.
-        biases: fields that tell whether all of some tensors of a layer have a bias. `norms`: fields that tell whether
-            a layer has some norms.
-        partial_rotation: whether heads may be rotated in part.
-        latent: whether attention is latent. `attention.key_length_mla` is then the size of a head, and
-            `attention.key_length` that of a row in llama.cpp's cache; files of before April 2025 have only the former,
-            under the latter's name.
-        drafts: the field of the number of layers that draft several tokens at once. The file counts them as layers of
-            the model, and has them last.
-        value_heads: the order of the value heads of gated delta nets, if layers are such: that of Hugging Face, or
-            `tiled` (`weights.gguf_heads`).
-    Sliding windows:
-        window_period: each layer with a multiple of this number has full attention, where the file doesn't list them;
-            1: all layers have a window; 0: windows aren't supported.
-        local_theta: the default base of the rotation in layers with a window; 0: the base of the other layers. None:
-            all layers have the same rotation.
-    What is checked and what is ignored:
-        only: the only supported value of some keys. `ignored`: the beginnings of keys that change nothing.
-        whole_yarn_factor: whether `rope.scaling.attn_factor` is all that YaRN multiplies by, not one factor more.
-    Tensors:
-        names: Hugging Face's names of a layer's tensors that aren't named as Llama's, by part of the layer or by part
-            and kind, which some tensors lack. Those that begin with `mtp.` are no layer's. A `*` stands for the number
-            of an expert: the file has all experts in one tensor. The rows of two tensors of the same name alternate,
-            those of the gate come first.
-        pairs_adjacent: whether the converter reordered q's and k's rows, so that the two dimensions that a rotation
-            turns are side by side. Hugging Face has them half a head apart.
-        norm_offset: the number that the converter added to the weights of norms, but those inside delta nets.
-    Mixtures of experts:
-        mixture: the row of files that have experts, where dense models have the same architecture.
-    """
-
-    model: tuple[str, str]
-    windowed_model: tuple[str, str] | None = None
-    constants: Mapping[str, Any] = MappingProxyType(_SILU)
-    implied: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda config: _NOTHING
-    norm_epsilon: tuple[str, str] = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")
-    numbers: Mapping[str, str] = _NOTHING
-    rope_numbers: Mapping[str, str] = _NOTHING
-    integers: Mapping[str, str] = _NOTHING
-    flags: Mapping[str, str] = _NOTHING
-    biases: Mapping[str, tuple[str, ...]] = MappingProxyType({"attention_bias": _QKV + _OUTPUT})
-    norms: Mapping[str, tuple[str, ...]] = _NOTHING
-    partial_rotation: bool = False
-    latent: bool = False
-    drafts: str = ""
-    value_heads: Literal["", "grouped", "tiled"] = ""
-    window_period: int = 0
-    local_theta: float | None = None
-    only: Mapping[str, Any] = _NOTHING
-    ignored: tuple[str, ...] = ()
-    whole_yarn_factor: bool = False
-    names: Mapping[str, str] = _NOTHING
-    pairs_adjacent: bool = False
-    norm_offset: float = 0.0
-    mixture: Architecture | None = None
+from jaxserve.model_source.gguf_encoders import ENCODERS
+from jaxserve.model_source.gguf_row import MLP, NOTHING, OUTPUT, QKV, SILU, Architecture
 
 
 def _query_scale(widest: int) -> Callable[[Mapping[str, Any]], Mapping[str, Any]]:
@@ -104,7 +35,7 @@ _SANDWICH = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-_LLAMA_BIASES = {"attention_bias": _QKV + _OUTPUT, "mlp_bias": _MLP}
+_LLAMA_BIASES = {"attention_bias": QKV + OUTPUT, "mlp_bias": MLP}
 
 
 def _named(block: str, gate: str, up: str, down: str) -> dict[str, str]:
@@ -192,15 +123,25 @@ _QWEN_DRAFTS = {
 }
 _HYBRID = Architecture(
     model=("Qwen3_5ForCausalLM", "qwen3_5_text"),
-    constants=_SILU | {"full_attention_interval": 4},
+    constants=SILU | {"full_attention_interval": 4},
     implied=_delta_net,
     integers=_DELTA_SIZES,
-    biases=_NOTHING,
+    biases=NOTHING,
     partial_rotation=True,
     drafts="mtp_num_hidden_layers",
     value_heads="tiled",
     ignored=("rope.dimension_sections",),
     names=_DELTA_NET | _QWEN_DRAFTS,
+    norm_offset=1.0,
+)
+_GEMMA3 = Architecture(
+    model=("Gemma3ForCausalLM", "gemma3_text"),
+    constants=_GELU | {"sliding_window_pattern": 1},
+    implied=_query_scale(widest=62),
+    numbers={"final_logit_softcapping": "final_logit_softcapping"},
+    window_period=6,
+    local_theta=10000.0,
+    names=_SANDWICH,
     norm_offset=1.0,
 )
 _USED = {"expert_used_count": "num_experts_per_tok"}
@@ -235,14 +176,14 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
             mixture=Architecture(
                 model=("MixtralForCausalLM", "mixtral"),
                 integers={"expert_count": "num_local_experts", **_USED},
-                biases=_NOTHING,
+                biases=NOTHING,
                 window_period=1,
                 names=_MIXTRAL,
                 only=_SOFTMAX,
                 pairs_adjacent=True,
             ),
         ),
-        "qwen2": Architecture(model=("Qwen2ForCausalLM", "qwen2"), biases={"attention_bias": _QKV}),
+        "qwen2": Architecture(model=("Qwen2ForCausalLM", "qwen2"), biases={"attention_bias": QKV}),
         "qwen3": Architecture(model=("Qwen3ForCausalLM", "qwen3")),
         "gemma2": Architecture(
             model=("Gemma2ForCausalLM", "gemma2"),
@@ -256,16 +197,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
             names=_SANDWICH,
             norm_offset=1.0,
         ),
-        "gemma3": Architecture(
-            model=("Gemma3ForCausalLM", "gemma3_text"),
-            constants=_GELU | {"sliding_window_pattern": 1},
-            implied=_query_scale(widest=62),
-            numbers={"final_logit_softcapping": "final_logit_softcapping"},
-            window_period=6,
-            local_theta=10000.0,
-            names=_SANDWICH,
-            norm_offset=1.0,
-        ),
+        "gemma3": _GEMMA3,
         "phi3": Architecture(
             model=("Phi3ForCausalLM", "phi3"),
             window_period=1,
@@ -296,14 +228,14 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         ),
         "smollm3": Architecture(
             model=("SmolLM3ForCausalLM", "smollm3"),
-            constants=_SILU | {"no_rope_layer_interval": 4},
+            constants=SILU | {"no_rope_layer_interval": 4},
             biases=_LLAMA_BIASES,
             pairs_adjacent=True,
         ),
         "glm4": Architecture(
             model=("Glm4ForCausalLM", "glm4"),
             partial_rotation=True,
-            biases={"attention_bias": _QKV},
+            biases={"attention_bias": QKV},
             names={
                 "post_attention_norm": "post_self_attn_layernorm",
                 "post_ffw_norm": "post_mlp_layernorm",
@@ -322,7 +254,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
             constants={"hidden_act": "gelu_pytorch_tanh", "sliding_window": 4096},
             window_period=1,
             norm_epsilon=("attention.layer_norm_epsilon", "norm_epsilon"),
-            biases={"use_bias": (*_QKV, *_OUTPUT, "ffn_up", "ffn_down")},
+            biases={"use_bias": (*QKV, *OUTPUT, "ffn_up", "ffn_down")},
             names={"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
         ),
         "mistral3": Architecture(
@@ -332,40 +264,40 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         ),
         "exaone4": Architecture(
             model=("Exaone4ForCausalLM", "exaone4"),
-            constants=_SILU | {"sliding_window": None},
+            constants=SILU | {"sliding_window": None},
             window_period=4,
             names=_SANDWICH,
         ),
         "seed_oss": Architecture(
             model=("SeedOssForCausalLM", "seed_oss"),
-            biases={"attention_bias": _QKV, "attention_out_bias": _OUTPUT, "mlp_bias": _MLP},
+            biases={"attention_bias": QKV, "attention_out_bias": OUTPUT, "mlp_bias": MLP},
             names={"post_attention_norm": "post_attention_layernorm"},
         ),
         "qwen2moe": Architecture(
             model=("Qwen2MoeForCausalLM", "qwen2_moe"),
-            constants=_SILU | {"norm_topk_prob": False},
+            constants=SILU | {"norm_topk_prob": False},
             integers=_OF_QWEN,
-            biases={"qkv_bias": _QKV},
+            biases={"qkv_bias": QKV},
             names=_EXPERTS | _SHARED_OF_QWEN,
             only=_SOFTMAX,
         ),
         "qwen3moe": Architecture(
             model=("Qwen3MoeForCausalLM", "qwen3_moe"),
-            constants=_SILU | {"norm_topk_prob": True},
+            constants=SILU | {"norm_topk_prob": True},
             integers={"expert_count": "num_experts", **_USED, **_OWN_WIDTH},
             names=_EXPERTS,
             only=_SOFTMAX,
         ),
         "olmoe": Architecture(
             model=("OlmoeForCausalLM", "olmoe"),
-            constants=_SILU | {"norm_topk_prob": False},
+            constants=SILU | {"norm_topk_prob": False},
             integers={"expert_count": "num_experts", **_USED},
             names=_EXPERTS,
             only=_SOFTMAX,
         ),
         "gpt-oss": Architecture(
             model=("GptOssForCausalLM", "gpt_oss"),
-            constants=_SILU | {"sliding_window": None},
+            constants=SILU | {"sliding_window": None},
             # No key says that YaRN's bounds aren't rounded; all released models have it
             implied=lambda config: {"rope_parameters": {**config["rope_parameters"], "truncate": False}},
             integers={"expert_count": "num_local_experts", "expert_feed_forward_length": "intermediate_size", **_USED},
@@ -384,7 +316,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         ),
         "glm4moe": Architecture(
             model=("Glm4MoeForCausalLM", "glm4_moe"),
-            constants=_SILU | {"first_k_dense_replace": 0, "norm_topk_prob": False, "n_group": 1, "topk_group": 1},
+            constants=SILU | {"first_k_dense_replace": 0, "norm_topk_prob": False, "n_group": 1, "topk_group": 1},
             numbers={"expert_weights_scale": "routed_scaling_factor"},
             integers={
                 "expert_count": "n_routed_experts",
@@ -396,7 +328,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
                 **_OWN_WIDTH,
             },
             flags={"expert_weights_norm": "norm_topk_prob"},
-            biases={"attention_bias": _QKV},
+            biases={"attention_bias": QKV},
             norms={"use_qk_norm": ("attn_q_norm", "attn_k_norm")},
             partial_rotation=True,
             drafts="num_nextn_predict_layers",
@@ -411,7 +343,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         ),
         "deepseek2": Architecture(
             model=("DeepseekV3ForCausalLM", "deepseek_v3"),
-            constants=_SILU
+            constants=SILU
             | {"norm_topk_prob": False, "routed_scaling_factor": 1.0, "scoring_func": 0, "n_group": 0, "topk_group": 0},
             implied=_deepseek,
             numbers={"expert_weights_scale": "routed_scaling_factor"},
@@ -426,7 +358,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
                 **_OWN_WIDTH,
             },
             flags={"expert_weights_norm": "norm_topk_prob"},
-            biases=_NOTHING,
+            biases=NOTHING,
             latent=True,
             drafts="num_nextn_predict_layers",
             names={
@@ -447,7 +379,7 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "minimax-m2": Architecture(
             model=("MiniMaxM2ForCausalLM", "minimax_m2"),
             integers={"expert_count": "num_local_experts", "expert_feed_forward_length": "intermediate_size", **_USED},
-            biases=_NOTHING,
+            biases=NOTHING,
             partial_rotation=True,
             only=_SIGMOID,
             names=_MIXTRAL | {"exp_probs_b.bias": "block_sparse_moe.e_score_correction_bias"},
@@ -456,5 +388,12 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
         "qwen35moe": _HYBRID_MIXTURE,
         # It differs from Qwen3.5 only in how projections are stored, which the converter has undone
         "qwen3next": dataclasses.replace(_HYBRID_MIXTURE, drafts="", value_heads="grouped"),
+        "gemma-embedding": dataclasses.replace(
+            _GEMMA3,
+            model=("Gemma3TextModel", "gemma3_text"),
+            constants={**_GEMMA3.constants, "use_bidirectional_attention": True},
+            ignored=("dense_",),
+        ),
+        **ENCODERS,
     }
 )

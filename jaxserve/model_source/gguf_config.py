@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 from jaxserve.errors import ConfigError
 from jaxserve.model_source.fields import (
@@ -23,28 +23,21 @@ from jaxserve.model_source.fields import (
     Range,
     abbreviate,
 )
-from jaxserve.model_source.gguf_architectures import ARCHITECTURES, Architecture
+from jaxserve.model_source.gguf_architectures import ARCHITECTURES
 from jaxserve.model_source.gguf_metadata import GGUFMetadata, Scalar
+from jaxserve.model_source.gguf_row import Architecture
 
-GGUFPooling = Literal["none", "mean", "cls", "last", "rank"]
 # A file has the epsilons of both kinds of norms if its config.json had both; what is made of the model's hidden states
 # is read apart
 _HARMLESS_KEYS = (
     "vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "attention.layer_norm_", "pooling_type",
     "classifier.output_labels",
 )  # fmt: skip
-_POOLING_TYPES: tuple[GGUFPooling, ...] = ("none", "mean", "cls", "last", "rank")
 _NON_NEGATIVE_LENGTH = Range(0, CONTEXT.most)
 _COUNT = Range(0, WIDTH.most)
 
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Divisors of frequencies: part of the config rather than weights."""
-
-
-def pooling_of_gguf(metadata: GGUFMetadata) -> GGUFPooling:
-    """Return how llama.cpp pools hidden states of the model; `rank` is for rerankers. Raises `ConfigError`."""
-    key = f"{metadata.get('general.architecture')}.pooling_type"
-    return _POOLING_TYPES[metadata.fields.integer(key, Range(0, len(_POOLING_TYPES) - 1), 0)]
 
 
 def config_from_gguf(metadata: GGUFMetadata) -> dict[str, Any]:
@@ -93,17 +86,24 @@ def config_from_gguf(metadata: GGUFMetadata) -> dict[str, Any]:
         **{field: keys.integer(key, _range(key), row.constants.get(field)) for key, field in row.integers.items()},
         **{field: keys.boolean(key, row.constants[field]) for key, field in row.flags.items()},
         **({row.drafts: drafts} if row.drafts else {}),
+        **_rows(metadata, row.tables),
         **windows,
         "bos_token_id": bos_ids[0] if bos_ids else None,
         "eos_token_id": eos_ids[0] if len(eos_ids) == 1 else eos_ids or None,
     }
     if not latent:
         keys.equal("attention.value_length", head_dim)
-    keys.equal("attention.causal", True)
+    keys.equal("attention.causal", row.causal)
     for key, value in row.only.items():
         keys.equal(key, value)
     keys.refuse_unread(row.ignored)
     return {**config, **row.implied(config)}
+
+
+def _rows(metadata: GGUFMetadata, tables: Mapping[str, str]) -> dict[str, int]:
+    """Return the fields that count the rows of tables, 0 for one that isn't there."""
+    found = {field: metadata.tensors.get(f"{table}.weight") for table, field in tables.items()}
+    return {field: tensor.shape[0] if tensor is not None and tensor.shape else 0 for field, tensor in found.items()}
 
 
 def _latent(keys: _ArchitectureKeys) -> dict[str, int | None]:
@@ -234,7 +234,8 @@ def _windows(keys: _ArchitectureKeys, row: Architecture, num_layers: int) -> dic
         return {}
     if period == 1 and listed is None:
         return {"sliding_window": window}
-    sliding = [bool((i + 1) % period) for i in range(num_layers)] if listed is None else listed
+    first = 0 if row.full_first else 1
+    sliding = [bool((i + first) % period) for i in range(num_layers)] if listed is None else listed
     if len(sliding) != num_layers:
         raise ConfigError(
             f"{keys.metadata.path}: {keys.prefix}attention.sliding_window_pattern has {len(sliding)} elements for "

@@ -47,16 +47,20 @@ class LabelHeads:
         is_reward, width = self.model.head == "reward", self._width
         labels = _labels(self.fields, 1 if is_reward else 2)
         if self.model.is_encoder:
-            pooling = encoder_head(self.model, self.fields, width, len(labels))
-            activation = self._activation(len(labels))
-            found = _task(pooling.layers, labels, activation, scores_pairs=len(labels) == 1)
-            return dataclasses.replace(found, pooling=pooling)
+            return self.of_encoder(encoder_head(self.model, self.fields, width, len(labels)), labels)
         if is_reward:
             first = PooledLayer("score.0", width, width, has_bias=True, activation="relu")
             last = PooledLayer("score.2", width, len(labels), has_bias=True)
             return _task((first, last), labels, "none", scores_pairs=len(labels) == 1)
         layer = PooledLayer("score", width, len(labels))
         return _task((layer,), labels, self._activation(len(labels)), scores_pairs=len(labels) == 1)
+
+    def of_encoder(self, pooling: Pooling, labels: Sequence[Any] | None) -> PooledTask:
+        """Return the task of an encoder's head; its labels have numbers for names if none are given."""
+        count = pooling.layers[-1].outputs
+        names = tuple(map(str, labels)) if labels else tuple(f"LABEL_{i}" for i in range(count))
+        found = _task(pooling.layers, names, self._activation(count), scores_pairs=count == 1)
+        return dataclasses.replace(found, pooling=pooling)
 
     def of_token_texts(self) -> PooledTask:
         """Return the task of the tokens that `classifier_from_token` names. Without a source, their ids are 0, 1, …

@@ -42,7 +42,10 @@ _SENTENCE = "sentence_embedding"
 
 @dataclasses.dataclass(frozen=True)
 class SentenceModules:
-    """The modules of a folder, and where they are: `pooling` or `scoring`, if there is one, then `dense` ones."""
+    """The modules of a folder, and where they are: `pooling` or `scoring`, if there is one, then `dense` ones.
+
+    Without pooling, as PyLate has it, dense ones make a vector of each token.
+    """
 
     folder: Path
     pooling: str | None = None
@@ -50,9 +53,15 @@ class SentenceModules:
     dense: tuple[str, ...] = ()
     normalize: bool = False
 
+    @property
+    def embeds(self) -> bool:
+        """Whether they make vectors."""
+        return self.pooling is not None or bool(self.dense)
+
     def method(self) -> PoolingMethod:
         """Return how sequences are pooled. Raises `ConfigError` naming a mode that isn't supported."""
-        assert self.pooling is not None
+        if self.pooling is None:
+            return "all"
         fields = self._fields(self.pooling)
         modes = fields.get("pooling_mode") or [mode for name, mode in _OLD_MODES.items() if fields.get(name)]
         modes = [modes] if isinstance(modes, str) else list(modes) or ["mean"]
@@ -65,7 +74,8 @@ class SentenceModules:
 
     def check_prompts(self, has_prompts: bool) -> None:
         """Raise `ConfigError` if vectors are made without the tokens of prompts."""
-        assert self.pooling is not None
+        if self.pooling is None:
+            return
         fields = self._fields(self.pooling)
         if has_prompts and not fields.boolean("include_prompt", True):
             raise ConfigError(
@@ -98,16 +108,16 @@ def read_modules(folder: Path) -> SentenceModules | None:
         return None
     found = SentenceModules(folder)
     for kind, path in _entries(file):
-        after_pooling = found.pooling is not None and not found.normalize
+        dense = found.scoring is None and not found.normalize
         if kind == "Transformer" and not path:
             continue
         if kind == "Pooling" and found == SentenceModules(folder):
             found = dataclasses.replace(found, pooling=path)
         elif kind == "LogitScore" and found == SentenceModules(folder):
             found = dataclasses.replace(found, scoring=path)
-        elif kind == "Dense" and after_pooling:
+        elif kind == "Dense" and dense:
             found = dataclasses.replace(found, dense=(*found.dense, path))
-        elif kind == "Normalize" and found.pooling is not None:
+        elif kind == "Normalize" and found.embeds:
             found = dataclasses.replace(found, normalize=True)
         else:
             raise ConfigError(

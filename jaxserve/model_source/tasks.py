@@ -16,10 +16,10 @@ from typing import Any, Literal
 from jaxserve.errors import ConfigError
 from jaxserve.model_source.architectures import ModelClass, model_class_of
 from jaxserve.model_source.fields import WIDTH, Fields
-from jaxserve.model_source.gguf_config import GGUFPooling, pooling_of_gguf
 from jaxserve.model_source.gguf_metadata import GGUFMetadata
+from jaxserve.model_source.gguf_pooling import GGUFPooling, dense_layers, label_layers, pooling_of_gguf
 from jaxserve.model_source.label_heads import TOKENS, LabelHeads
-from jaxserve.model_source.pooling import ModelTask, PooledTask, Pooling, PoolingMethod
+from jaxserve.model_source.pooling import ModelTask, PooledLayer, PooledTask, Pooling, PoolingMethod
 from jaxserve.model_source.sentence_modules import (
     SentenceModules,
     read_max_tokens,
@@ -34,6 +34,7 @@ Convert = Literal["auto", "none", "embed", "classify"]
 Method = Literal["auto", "last", "mean", "cls", "all"]
 # The names that the width has in the configs of some families
 _WIDTHS = {"DistilBertModel": "dim", "NomicBertModel": "n_embd"}
+_COLBERT_WIDTH = 128
 _NAMED_METHODS: dict[str, PoolingMethod] = {"avg": "mean", "cls": "cls", "last": "last"}
 
 
@@ -108,17 +109,21 @@ class _Checkpoint:
         """Return the task of embedding texts."""
         pooler = self._pooler
         layers = () if pooler is None else pooler.layers()
+        if self._gguf is not None:
+            layers = dense_layers(self._gguf)
+        elif self._is_colbert and not layers:
+            layers = (PooledLayer("linear", self._width, self._fields.integer("dim", WIDTH, _COLBERT_WIDTH)),)
         pooling = Pooling(self._method() if method == "auto" else method, layers)
-        if pooling.method == "cls" and not self.model_class.bidirectional:
+        if pooling.method in ("cls", "all") and not self.model_class.bidirectional:
             raise ConfigError(
-                f"{self.where}: pooling cls is not supported for {self.model_class.name}, whose first token sees no "
-                "other; last and mean are, of which --pooling chooses one"
+                f"{self.where}: pooling {pooling.method} is not supported for {self.model_class.name}, whose first "
+                "tokens don't see the last; last and mean are, of which --pooling chooses one"
             )
         found = PooledTask(
             kind="embed",
             pooling=pooling,
             size=layers[-1].outputs if layers else self._width,
-            normalize=pooler is None or pooler.normalize,
+            normalize=pooler is None or pooler.normalize or pooling.method == "all",
         )
         found = self._with_texts(found)
         self._check_layers(found)
@@ -137,6 +142,9 @@ class _Checkpoint:
             found = heads.of_token_texts()
         elif self.model_class.head in ("labels", "reward"):
             found = heads.of_own_layers()
+        elif self._gguf is not None and self.model_class.is_encoder:
+            labels = self._gguf.array(f"{self._gguf.get('general.architecture')}.classifier.output_labels")
+            found = heads.of_encoder(Pooling("cls", label_layers(self._gguf)), labels)
         else:
             found = heads.of_reranker()
         return self._with_texts(found)
@@ -151,13 +159,17 @@ class _Checkpoint:
         if self.model_class.bidirectional and named in _NAMED_METHODS:
             return _NAMED_METHODS[named]
         if self.model_class.is_encoder:
-            return "cls"
+            return "all" if self._is_colbert else "cls"
         return "mean" if self.model_class.bidirectional else "last"
 
     @functools.cached_property
     def _gguf_pooling(self) -> GGUFPooling:
+        return "none" if self._gguf is None else pooling_of_gguf(self._gguf)
+
+    @functools.cached_property
+    def _gguf(self) -> GGUFMetadata | None:
         source = self._source
-        return pooling_of_gguf(GGUFMetadata(source.path)) if source is not None and source.kind == "gguf" else "none"
+        return GGUFMetadata(source.path) if source is not None and source.kind == "gguf" else None
 
     @functools.cached_property
     def _modules(self) -> SentenceModules | None:
@@ -165,8 +177,12 @@ class _Checkpoint:
 
     @property
     def _pooler(self) -> SentenceModules | None:
-        """The modules, if one of them pools."""
-        return None if self._modules is None or self._modules.pooling is None else self._modules
+        """The modules, if they make vectors."""
+        return None if self._modules is None or not self._modules.embeds else self._modules
+
+    @property
+    def _is_colbert(self) -> bool:
+        return self.model_class.head == "vectors of tokens"
 
     @property
     def _has_label_tokens(self) -> bool:

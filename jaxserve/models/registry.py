@@ -128,6 +128,9 @@ _REASONS = {
     "Llama4ForConditionalGeneration": _CHUNKED,
 }
 
+_ENCODERS = "of encoders, BERT, RoBERTa, DistilBERT, MPNet, ModernBERT, NomicBERT, GTE and EuroBERT are"
+# The beginnings of the names of encoders that aren't
+_OTHER_ENCODERS = ("Albert", "Deberta", "Electra", "Jina", "NeoBERT", "XLMRobertaXL")
 _OTHER_STATE = "it has {}: layers that keep states, of which only gated delta nets have a kernel (Qwen3-Next, Qwen3.5)"
 # Fields of models that say why their architecture isn't supported, the most telling first
 _TELLING_FIELDS = {
@@ -186,6 +189,8 @@ def _why_not(architecture: str, raw: Mapping[str, Any]) -> str:
     """Return why an architecture isn't supported, or which ones are."""
     if architecture in _REASONS:
         return _REASONS[architecture]
+    if architecture.startswith(_OTHER_ENCODERS):
+        return _ENCODERS
     text = raw.get("text_config")
     fields = {*raw, *(text if isinstance(text, dict) else ())}
     for field, reason in _TELLING_FIELDS.items():

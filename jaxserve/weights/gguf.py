@@ -24,6 +24,7 @@ from gguf.quants import dequantize
 from jaxserve.model_source.fields import EXPERTS
 from jaxserve.model_source.gguf_config import ROPE_TENSORS, architecture_of, head_counts, layer_counts
 from jaxserve.model_source.gguf_metadata import GGUFMetadata, GGUFTensorInfo
+from jaxserve.model_source.gguf_row import Architecture
 from jaxserve.params import Window
 from jaxserve.quant import GGUF_TYPES, Stored, StoredWeight
 from jaxserve.weights.finite import check_finite
@@ -36,7 +37,6 @@ _FP4_MAGNITUDE = 7
 _READABLE = ("F32", "F16", "BF16", *GGUF_TYPES)
 _TYPES = {kind.value: kind for kind in Kind}
 
-_TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER_NAMES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -70,7 +70,7 @@ class GGUFFile:
         found: dict[str, list[GGUFTensorInfo]] = defaultdict(list)
         for tensor in metadata.tensors.values():
             if tensor.name not in ROPE_TENSORS:
-                for name, part in _hf_tensors(tensor, names):
+                for name, part in _hf_tensors(tensor, row, names):
                     found[_of_drafts(name, drafting)].append(part)
         self._tensors = {name: sorted(parts, key=lambda part: part.name) for name, parts in found.items()}
         self._infos = {name: _info(parts) for name, parts in self._tensors.items()}
@@ -233,12 +233,14 @@ class GGUFFile:
         return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(rows) if heads else None
 
 
-def _hf_tensors(tensor: GGUFTensorInfo, names: Mapping[str, str]) -> Iterator[tuple[str, GGUFTensorInfo]]:
+def _hf_tensors(
+    tensor: GGUFTensorInfo, row: Architecture, names: Mapping[str, str]
+) -> Iterator[tuple[str, GGUFTensorInfo]]:
     """Yield Hugging Face's name of a tensor, or of its part of each expert.
 
     An unknown one keeps its own name and is later reported as left over.
     """
-    name = _hf_name(tensor.name, names)
+    name = _hf_name(tensor.name, row, names)
     if "*" not in name:
         yield name, tensor
         return
@@ -246,19 +248,19 @@ def _hf_tensors(tensor: GGUFTensorInfo, names: Mapping[str, str]) -> Iterator[tu
         yield name.replace("*", str(expert)), _of_expert(tensor, expert)
 
 
-def _hf_name(name: str, names: Mapping[str, str]) -> str:
+def _hf_name(name: str, row: Architecture, names: Mapping[str, str]) -> str:
     """Return Hugging Face's name of a tensor, with a `*` if it holds all experts."""
     match = _NAME.fullmatch(name)
     if match is None:
         return name
     layer, part, expert, kind = match["layer"], match["part"], match["expert"], match["kind"]
     if layer is None:
-        return f"{_TOP_NAMES[part]}.{kind}" if part in _TOP_NAMES and kind and expert is None else name
+        return f"{row.top_names[part]}.{kind}" if part in row.top_names and kind and expert is None else name
     part = part if expert is None else f"{part}_exps"
     found = names.get(f"{part}.{kind or ''}") or (f"{names[part]}.{kind}" if kind and part in names else None)
     if found is None or (expert is not None and "*" not in found):
         return name
-    return f"model.layers.{layer}.{found if expert is None else found.replace('*', expert)}"
+    return f"{row.layers}.{layer}.{found if expert is None else found.replace('*', expert)}"
 
 
 def _of_drafts(name: str, drafting: str) -> str:

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.model_source.gguf_architectures import Architecture
 from jaxserve.model_source.gguf_config import delta_sizes
 from jaxserve.model_source.gguf_metadata import GGUFMetadata
+from jaxserve.model_source.gguf_row import Architecture
 
 GATES, GATE = ".in_proj_ba.", (".in_proj_b.", ".in_proj_a.")
 """Parts of the names of the tensor of both gates, and of those of beta and of the decay."""

@@ -75,6 +75,29 @@ def test_a_step_that_pools_leaves_the_state_in_place(target: str, task: str, ten
         assert read.collectives == ({"all-reduce": 2 * 2 + 1} if tensor > 1 else {})
 
 
+BERT_TWO_LAYERS = {
+    "architectures": ["BertModel"],
+    "model_type": "bert",
+    "vocab_size": 30_522,
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 12,
+    "max_position_embeddings": 512,
+    "type_vocab_size": 2,
+}
+
+
+@pytest.mark.parametrize(("target", "data"), [("nvidia-h200", 1), ("nvidia-h200", 2), ("tpu-v6e", 1)])
+def test_whole_texts_need_no_state_and_no_other_rank(target: str, data: int) -> None:
+    task = ModelTask(False, PooledTask(kind="embed", pooling=Pooling("mean"), size=768))
+    builder = deployment(target, BERT_TWO_LAYERS, tensor=1, data=data, task=task)
+    assert device_bytes(builder.state_specs, builder.mesh.shape) == 0
+    read, _ = compile_and_inspect(builder, ProgramKey("encode", MIXED_TOKENS))
+    assert (read.fault, read.unread, read.collectives) == (None, None, {})
+    assert sum(count for name, count in read.kernels.items() if name.startswith("packed_attention")) == 2, read.kernels
+
+
 @pytest.mark.parametrize(
     ("target", "model", "tensor", "key"),
     grid(CASES, lambda case: case[1] == LLAMA or case[0] == "nvidia-h200"),

@@ -1,4 +1,7 @@
-"""Runs whole texts, packed one after the other, through a bidirectional model: the naive way, for comparison."""
+"""Runs whole texts, packed one after the other, through a bidirectional model: the naive way, for comparison.
+
+All texts are in one batch, with padding after them, and no kernel is used.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,14 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxserve.layers.batch import TokenBatch
-from jaxserve.models.layout import AnyModel
-from jaxserve.models.registry import abstract_params, family, forward
-from jaxserve.runtime.devices.mesh import partitions
+from jaxserve.model_source import ModelSource
+from jaxserve.models.layout import AnyModel, LaidOutModel
+from jaxserve.models.registry import abstract_params, family, forward, parse_model_config
+from jaxserve.runtime.devices.mesh import partitions, shardings
+from jaxserve.weights import build_params, open_weights
 from pallas_kernels.paged_attention import REFERENCE
 from tests.models.forward import cpu_mesh
+from tests.models.pooled import Case, pool, served
 
 _PADDING = 5
 """Tokens after the last text, so that padding is seen to change nothing."""
@@ -49,6 +55,28 @@ def packed_texts(texts: Sequence[Sequence[int]], second_starts: Sequence[int | N
 def hidden_states(model: AnyModel, params: Any, batch: TokenBatch) -> np.ndarray:
     """Return the hidden states of all tokens after the last layer, computed on one device."""
     return np.array(_compiled(model, np.dtype(params.embedding.dtype))(params, batch).astype(jnp.float32))
+
+
+def load(source: ModelSource, **settings: Any) -> tuple[AnyModel, Any]:
+    """Return the model of a checkpoint as these settings serve it, and its parameters in float32."""
+    found = served(source, **settings)
+    model: AnyModel = LaidOutModel(parse_model_config(found.raw, found.where, found.task))
+    abstract = abstract_params(model, np.dtype(np.float32))
+    return model, build_params(abstract, shardings(cpu_mesh(), abstract), open_weights(source, abstract))
+
+
+def encoded(model: AnyModel, params: Any, cases: Sequence[Case]) -> list[np.ndarray]:
+    """Return the vector of each case, before normalization or activation."""
+    batch = packed_texts([case.ids for case in cases], [case.second_start for case in cases])
+    hidden = hidden_states(model, params, batch)
+    texts = [hidden[start : start + len(case.ids)] for start, case in zip(batch.query_starts, cases)]
+    return [np.array(pool(model.config, params.pooled, text, np.int32(len(text)))) for text in texts]
+
+
+def difference(model: AnyModel, params: Any, cases: Sequence[Case]) -> float:
+    """Return the largest difference of any number of the vectors to the expected ones."""
+    pairs = zip(encoded(model, params, cases), cases, strict=True)
+    return max(float(np.abs(found - case.vector).max()) for found, case in pairs)
 
 
 @functools.cache

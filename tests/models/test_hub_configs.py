@@ -11,10 +11,11 @@ from jaxserve.models.layout import LaidOutModel
 from jaxserve.models.registry import abstract_params, parse_model_config
 from jaxserve.weights.arrays import flatten
 from tests.models.hub_configs import HUB
+from tests.models.hub_encoders import HUB_ENCODERS
 from tests.models.hub_hybrids import HYBRIDS
 from tests.models.hub_mixtures import MIXTURES
 
-ALL = HUB | HYBRIDS | MIXTURES
+ALL = HUB | HUB_ENCODERS | HYBRIDS | MIXTURES
 
 
 @pytest.mark.parametrize("name", ALL)

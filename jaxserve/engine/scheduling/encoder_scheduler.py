@@ -20,7 +20,7 @@ from jaxserve.engine.scheduling.text_queue import TextQueue, WaitingText
 from jaxserve.step_plan import Capacity, Chunk, DrawResult, StepPlan, StepResult
 
 
-class _Planned(NamedTuple):
+class _PlannedTexts(NamedTuple):
     """A plan in flight, with the texts of its chunks."""
 
     plan: StepPlan
@@ -48,7 +48,7 @@ class EncoderScheduler:
         self._queue = TextQueue(capacity, step_tokens, policy, random_seed)
         self._gate = admission.QueueGate(limits or admission.QueueLimits())
         self._open: dict[str, WaitingText] = {}
-        self._in_flight: deque[_Planned] = deque()
+        self._in_flight: deque[_PlannedTexts] = deque()
         self._stats = SchedulerStats(capacity)
         self._num_finished = 0
 
@@ -105,7 +105,7 @@ class EncoderScheduler:
         for text, _ in chosen:
             text.queue_seconds = now - text.arrived_at
         plan = StepPlan(opens=[], chunks=chunks, num_decodes=0, greedy=True)
-        self._in_flight.append(_Planned(plan, [text for text, _ in chosen]))
+        self._in_flight.append(_PlannedTexts(plan, [text for text, _ in chosen]))
         self._stats.count_step(plan)
         return plan
 

@@ -90,7 +90,7 @@ class TextQueue:
 
     def take(self, now: float) -> list[ChosenText]:
         """Remove the texts of the next step and return them."""
-        step = _Step(self._capacity, self._step_tokens)
+        step = _StepInTheMaking(self._capacity, self._step_tokens)
         half = step.num_free // 2
         for text in self._overdue(now):
             if step.num_free <= half or not step.add(text):
@@ -130,7 +130,7 @@ class TextQueue:
                 yield texts[0]
 
 
-class _Step:
+class _StepInTheMaking:
     """The texts of a step in the making, of at most as many rows and tokens as its programs and the budget allow."""
 
     def __init__(self, capacity: Capacity, tokens: int) -> None:

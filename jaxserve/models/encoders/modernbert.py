@@ -28,7 +28,7 @@ _UNUSED = ("head.", "decoder.", "classifier.")
 # They are for training, for kernels or for heads; one says that positions are absolute, and isn't read there either
 _OTHER_FIELDS = (
     "classifier_activation", "classifier_bias", "classifier_pooling", "decoder_bias", "deterministic_flash_attn",
-    "layer_norm_eps", "mlp_dropout", "position_embedding_type", "repad_logits_with_grad",
+    "initializer_cutoff_factor", "layer_norm_eps", "mlp_dropout", "position_embedding_type", "repad_logits_with_grad",
 )  # fmt: skip
 
 

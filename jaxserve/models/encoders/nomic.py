@@ -33,7 +33,10 @@ _FIELDS = {
     "layer_norm_epsilon": "layer_norm_eps",
     "rotary_emb_base": "rope_theta",
 }
-_OTHER_FIELDS = ("attn_pdrop", "fused_bias_fc", "parallel_block_tied_norm", "reorder_and_upcast_attn", "use_flash_attn")
+_OTHER_FIELDS = (
+    "attn_pdrop", "fused_bias_fc", "pad_vocab_size_multiple", "parallel_block_tied_norm", "reorder_and_upcast_attn",
+    "use_flash_attn",
+)  # fmt: skip
 _NAMES = ("", "", "", "out_proj")
 
 
@@ -63,13 +66,7 @@ def parse(fields: Fields) -> Config:
         use_rms_norm=False,
         causal=False,
     )
-    for name in (
-        "attn_pdrop",
-        "fused_bias_fc",
-        "parallel_block_tied_norm",
-        "reorder_and_upcast_attn",
-        "use_flash_attn",
-    ):
+    for name in _OTHER_FIELDS:
         fields.get(name)
     rope = read_rope(fields, sizes["max_position_embeddings"], sizes["head_dim"], theta=1000.0)
     if fields.get("rotary_scaling_factor") is not None:

@@ -56,6 +56,7 @@ def encoder_sizes(
         )
     tokens = config.max_num_batched_tokens or config.chunked_prefill_size or (_TOKENS_ON_CPU if on_cpu else _TOKENS)
     tokens = context if tokens < 0 else tokens
+    tokens = min(tokens, config.max_prefill_tokens or tokens)
     texts = config.max_running_requests or min(_TEXTS, tokens)
     largest = max(tokens, context)
     footprint = Footprint(

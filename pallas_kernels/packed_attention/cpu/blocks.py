@@ -15,8 +15,9 @@ from pallas_kernels.paged_attention.cpu.blocks import (
     is_exact,
     lay_out_group,
     most_sums,
+    query_bytes,
 )
-from pallas_kernels.paged_attention.cpu.tiles import HALVES, LANES, CpuHeads, load_row
+from pallas_kernels.paged_attention.cpu.tiles import HALVES, LANES, WORDS, CpuHeads, load_row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +48,7 @@ class PackedOperands(NamedTuple):
     distances: Value
 
 
-class TextBlock(NamedTuple):
+class PackedBlock(NamedTuple):
     """Memory for a block of one KV head of a text: see `LaidOut`.
 
     `keys_at` and `values_at` point to the text's first token; the next one is `token_bytes` further.
@@ -76,7 +77,7 @@ def make_block(
     stop: Value,
     features: frozenset[str],
     rows: int,
-) -> TextBlock:
+) -> PackedBlock:
     """Allocate memory on the stack of `f` for a block of the text of tokens `start` to `stop`.
 
     `rows` rows of queries are computed together. If the CPU has tile registers, set their shapes; the caller must
@@ -91,13 +92,28 @@ def make_block(
         tiles.configure()
     head_bytes = facts.head_dim * facts.kv_bytes
     token_bytes = operands.kv_heads * head_bytes
-    pointers = (f.at(pool, start * token_bytes + head * head_bytes) for pool in (operands.keys, operands.values))
-    memory = keys, values, logits, weights
-    return TextBlock(facts, *memory, exact, tiles, most_sums(features), *pointers, token_bytes, stop - start)
+    own = start * token_bytes + head * head_bytes
+    return PackedBlock(
+        facts=facts,
+        keys=keys,
+        values=values,
+        logits=logits,
+        weights=weights,
+        exact=exact,
+        tiles=tiles,
+        sums=most_sums(features),
+        keys_at=f.at(operands.keys, own),
+        values_at=f.at(operands.values, own),
+        token_bytes=token_bytes,
+        length=stop - start,
+    )
 
 
-def lay_out(f: Function, block: TextBlock, at: Value, end: Value) -> None:
-    """Lay out the block at `at`, of which queries see tokens up to `end`. Past the text, its last token is repeated."""
+def lay_out(f: Function, block: PackedBlock, at: Value, end: Value) -> None:
+    """Lay out the block at `at`, of which queries see tokens up to `end`.
+
+    Past the text, its last token is repeated up to a whole vector, and zeros fill the block.
+    """
     facts = block.facts
 
     def token(pointer: Value, i: Value) -> Value:
@@ -108,18 +124,27 @@ def lay_out(f: Function, block: TextBlock, at: Value, end: Value) -> None:
         lay_out_group(f, tokens, f.at(block.keys, i * 64), facts, block.exact)
 
     def pair(k: Value) -> None:
-        rows = [token(block.values_at, k * 2 + i) for i in range(2)]
+        first, second = (token(block.values_at, k * 2 + i) for i in range(2))
         for i in range(facts.vectors):
-            halves = [f.load(HALVES, row, 32 * i) for row in rows]
-            words = f.shuffle(*halves, [lane + side for lane in range(LANES) for side in (0, LANES)])
+            halves = f.load(HALVES, first, 32 * i), f.load(HALVES, second, 32 * i)
+            words = f.shuffle(halves[0], halves[1], [lane + side for lane in range(LANES) for side in (0, LANES)])
             f.store(words, block.values, k * (facts.head_dim * 4) + 64 * i)
 
     def one(k: Value) -> None:
         for i, column in enumerate(load_row(f, token(block.values_at, k), facts.kv_dtype, facts.head_dim)):
             f.store(column, block.values, k * (facts.head_dim * 4) + 64 * i)
 
-    f.loop(BLOCK // LANES, group)
-    if not block.exact:
-        f.loop(end - at, one)
-    else:  # tile registers multiply all tokens of a block
-        f.loop((end - at + 1) // 2 if block.tiles is None else BLOCK // 2, pair)
+    def clear_group(i: Value) -> None:
+        for word in range(query_bytes(block) // 4):
+            f.store(f.constant(WORDS, 0), block.keys, i * 64 + word * (BLOCK * 4))
+
+    def clear_pair(k: Value) -> None:
+        for i in range(facts.vectors):
+            f.store(f.constant(WORDS, 0), block.values, k * (facts.head_dim * 4) + 64 * i)
+
+    groups, pairs = (end - at + (LANES - 1)) // LANES, (end - at + 1) // 2
+    f.loop(groups, group)
+    f.loop(BLOCK // LANES, clear_group, start=groups)
+    f.loop(pairs if block.exact else end - at, pair if block.exact else one)
+    if block.tiles is not None:  # which multiply all tokens of a block
+        f.loop(BLOCK // 2, clear_pair, start=pairs)

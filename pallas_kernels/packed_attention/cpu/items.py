@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from pallas_kernels.cpu.emit import Function, Value
 from pallas_kernels.cpu.types import F32, I64, PTR
-from pallas_kernels.packed_attention.cpu.blocks import CpuPacked, PackedOperands, TextBlock, lay_out, make_block
+from pallas_kernels.packed_attention.cpu.blocks import CpuPacked, PackedBlock, PackedOperands, lay_out, make_block
 from pallas_kernels.paged_attention.cpu.advance import Strip, advance_laid_out, advance_tiles, multiply_keys
 from pallas_kernels.paged_attention.cpu.blocks import (
     BLOCK,
@@ -29,15 +29,15 @@ TASK_BYTES = 16
 _TILE_ROWS = 128
 
 
-class _Queries(NamedTuple):
-    """The queries of an item: of `count` tokens of the text from `first` on, all heads of a token together.
+class _PackedQueries(NamedTuple):
+    """The queries of an item: of `num_tokens` tokens of the text from `first` on, all heads of a token together.
 
     A strip is `strip_rows` rows that are computed together. They see tokens of the text from `begin` to `end`. `bias`
     has for each head of the group, `bias_bytes` apart, a number for each distance from `lowest` on.
     """
 
     first: Value
-    count: Value
+    num_tokens: Value
     strip_rows: int
     queries: Value
     states: Value
@@ -69,7 +69,7 @@ def attend(f: Function, item: Value, operands: PackedOperands, facts: CpuPacked,
     def place(pointer: Value, r: Value) -> Value:
         return f.at(pointer, offset + r // facts.group * stride + r % facts.group * head_bytes)
 
-    live = own.count * facts.group
+    live = own.num_tokens * facts.group
     strips = (live + (strip - 1)) // strip
 
     def store(r: Value) -> None:
@@ -94,8 +94,8 @@ def attend(f: Function, item: Value, operands: PackedOperands, facts: CpuPacked,
 
 
 def _make_queries(
-    f: Function, operands: PackedOperands, block: TextBlock, head: Value, first: Value, strip: int
-) -> _Queries:
+    f: Function, operands: PackedOperands, block: PackedBlock, head: Value, first: Value, strip: int
+) -> _PackedQueries:
     facts = block.facts
     rows = -(-tile_queries(facts) * facts.group // strip) * strip
     queries, states = f.stack(rows * query_bytes(block)), f.stack(rows * state_bytes(facts))
@@ -105,11 +105,15 @@ def _make_queries(
         begin = f.maximum(first - facts.reach, 0) & -BLOCK
         end = f.minimum(first + count + facts.reach, block.length)
     lowest = begin - first - -(-rows // facts.group)
-    own = _Queries(first, count, strip, queries, states, begin, end, lowest, f.constant(PTR, 0), f.constant(I64, 0))
+    own = _PackedQueries(
+        first, count, strip, queries, states, begin, end, lowest, f.constant(PTR, 0), f.constant(I64, 0)
+    )
     return own if not facts.has_bias else _spread_bias(f, operands, facts, own, head)
 
 
-def _spread_bias(f: Function, operands: PackedOperands, facts: CpuPacked, own: _Queries, head: Value) -> _Queries:
+def _spread_bias(
+    f: Function, operands: PackedOperands, facts: CpuPacked, own: _PackedQueries, head: Value
+) -> _PackedQueries:
     """Return the queries with a bias for each distance, so that those of neighbouring tokens are side by side."""
     highest = own.end + BLOCK - own.first
     bias_bytes = (highest - own.lowest) * 4
@@ -129,7 +133,7 @@ def _spread_bias(f: Function, operands: PackedOperands, facts: CpuPacked, own: _
     return own._replace(bias=bias, bias_bytes=bias_bytes)
 
 
-def _attend_strip(f: Function, block: TextBlock, own: _Queries, s: Value, at: Value) -> None:
+def _attend_strip(f: Function, block: PackedBlock, own: _PackedQueries, s: Value, at: Value) -> None:
     """Add a block to a strip that sees any of it."""
     facts = block.facts
     begin = s * own.strip_rows
@@ -153,7 +157,9 @@ def _attend_strip(f: Function, block: TextBlock, own: _Queries, s: Value, at: Va
     f.when((at <= last + facts.reach) & (at + (BLOCK - 1 + facts.reach) >= first), attend)
 
 
-def _logits(f: Function, block: TextBlock, own: _Queries, r: Value, products: list[Value], at: Value) -> list[Value]:
+def _logits(
+    f: Function, block: PackedBlock, own: _PackedQueries, r: Value, products: list[Value], at: Value
+) -> list[Value]:
     """Return the logits of a block's tokens for row r of the item."""
     facts, query = block.facts, own.first + r // block.facts.group
     logits = []

@@ -62,7 +62,9 @@ def packed_attention(
     live = (seen[:, 1] > 0)[:, None, None]
     k, v = jnp.where(live, k, 0), jnp.where(live, v, 0)
     out = attend(
-        *(by_head(x) for x in (q, k, v)),
+        by_head(q),
+        by_head(k),
+        by_head(v),
         jnp.pad(seen, ((0, rows - tokens), (0, 0))),
         scale=options.scale,
         soft_cap=options.soft_cap,

@@ -20,6 +20,8 @@ from pallas_kernels.gated_delta.cpu.operands import CpuDelta
 from pallas_kernels.grouped_matmul.cpu.kernel import GroupedMatmul
 from pallas_kernels.ngram_lookup.cpu import ProposeByNgrams
 from pallas_kernels.normalization.cpu import LogSumExp, Norm
+from pallas_kernels.packed_attention.cpu.backend import PackedAttention
+from pallas_kernels.packed_attention.cpu.blocks import CpuPacked
 from pallas_kernels.paged_attention import KernelTarget, Problem, choose_backend
 from pallas_kernels.paged_attention.cpu.backend import PagedAttention
 from pallas_kernels.paged_attention.cpu.tiles import CpuAttention
@@ -73,6 +75,19 @@ KERNELS: list[Kernel] = [
             dtype="bfloat16",
             gates_dtype="float32",
             weights_dtype="bfloat16",
+        )
+    ),
+    PackedAttention(
+        CpuPacked(
+            group=2,
+            head_dim=64,
+            value_dim=None,
+            dtype="bfloat16",
+            kv_dtype="bfloat16",
+            scale=0.125,
+            soft_cap=30.0,
+            reach=16,
+            has_bias=True,
         )
     ),
     Norm("bfloat16", "bfloat16", 1e-5),
