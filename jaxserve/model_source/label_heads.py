@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxserve.errors import ConfigError
 from jaxserve.model_source.architectures import ModelClass
-from jaxserve.model_source.encoder_heads import encoder_head
+from jaxserve.model_source.encoder_heads import encoder_head, has_encoder_head
 from jaxserve.model_source.fields import WIDTH, Fields, abbreviate
 from jaxserve.model_source.pooling import LabelActivation, PooledLayer, PooledTask, Pooling
 from jaxserve.model_source.sentence_modules import sentence_fields
@@ -46,7 +46,7 @@ class LabelHeads:
         """Return the task of a head with layers of its own, of a classifier or of a reward model."""
         is_reward, width = self.model.head == "reward", self._width
         labels = _labels(self.fields, 1 if is_reward else 2)
-        if self.model.is_encoder:
+        if has_encoder_head(self.model):
             return self.of_encoder(encoder_head(self.model, self.fields, width, len(labels)), labels)
         if is_reward:
             first = PooledLayer("score.0", width, width, has_bias=True, activation="relu")
@@ -108,6 +108,11 @@ class LabelHeads:
 
         Raises `ConfigError` for another family, or a vocabulary without both tokens.
         """
+        if self.model.bidirectional:
+            raise ConfigError(
+                f"{self.fields.where}: convert=classify: {self.model.name} has no head of labels; its "
+                "…ForSequenceClassification has one. Leave convert at auto for embeddings, which rank documents, too"
+            )
         ids: Sequence[int | None] = (0, 1) if self.source is None else ()
         if self.source is not None and self.model.family == _QWEN3:
             ids = token_ids(self.source, _NO_YES)
