@@ -96,6 +96,14 @@ class LoadedModel:
     template_facts: dict[str, Any] = field(default_factory=dict)
     _said: set[str] = field(default_factory=set)
 
+    @property
+    def max_model_len(self) -> int:
+        """The tokens that a request may have: the context, or the limit of a model that only pools, if it is lower."""
+        context, pooled = self.engine.info.max_model_len, self.task.pooled
+        if self.task.generates or pooled is None:
+            return context
+        return min(context, pooled.max_tokens or context)
+
     @functools.cached_property
     def escaped_marks(self) -> EscapedMarks:
         """The escaping of special tokens in texts of conversations. Raises `ConfigError` if they can't be escaped."""

@@ -150,7 +150,7 @@ async def server_info(state: ServerState, exchange: HttpExchange) -> None:
         if (kv_events := state.engine_config.kv_events_config) is not None:
             info["kv_events"] = kv_events.for_routers(engine.info.page_size, info["dp_size"])
         fresh = await _refresh_stats(loaded)
-        info["context_length"] = engine.info.max_model_len
+        info["context_length"] = loaded.max_model_len
         info["max_total_tokens"] = engine.info.max_total_num_tokens
         info["max_running_requests"] = engine.info.max_running_requests
         info["replicas"] = engine.replicas

@@ -29,5 +29,5 @@ def _card(state: ServerState) -> ModelCard:
     return ModelCard(
         id=state.model_name,
         created=state.created,
-        max_model_len=None if loaded is None else loaded.engine.info.max_model_len,
+        max_model_len=None if loaded is None else loaded.max_model_len,
     )

@@ -141,7 +141,7 @@ async def tokenize(state: ServerState, exchange: HttpExchange, request: Tokenize
     names = None
     if request.return_token_strs:
         names = await run_off_event_loop(state, len(ids), lambda: [loaded.tokenizer.token_text(token) for token in ids])
-    await exchange.respond(TokenizeResponse(len(ids), loaded.engine.info.max_model_len, ids, names))
+    await exchange.respond(TokenizeResponse(len(ids), loaded.max_model_len, ids, names))
 
 
 async def detokenize(state: ServerState, exchange: HttpExchange, request: DetokenizeRequest) -> None:

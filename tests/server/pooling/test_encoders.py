@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from jaxserve.model_source import ModelSource
-from jaxserve.model_source.pooling import Pooling
+from jaxserve.model_source.pooling import ModelTask, Pooling
 from jaxserve.text.tokenizers.tokenizer import load_tokenizer
 from tests.server.conftest import ServerUnderTest, over_asgi
 from tests.server.fake_engine import vector_of
-from tests.server.pooling.tasks import EMBED, RERANK, only
+from tests.server.pooling.tasks import EMBED, RERANK, both, only
 from tests.server.pooling.test_embeddings import refusal
 from tests.server.pooling.test_scoring import ask
 
@@ -75,6 +75,17 @@ async def test_how_far_texts_are_cut():
     for task, longest in ((EMBED, 9), (dataclasses.replace(EMBED, max_tokens=10), 9)):
         async with encoder(only(task), engine={"max_model_len": longest}) as server:
             assert "maximum context length is 9" in (await refusal(server, input=LONG))["message"]
+
+
+@pytest.mark.parametrize(
+    ("task", "longest"), [(only(EMBED, max_tokens=8), 8), (only(EMBED), 64), (both(EMBED, max_tokens=8), 64)]
+)
+async def test_the_context_that_clients_see_is_the_limit_of_texts(task: ModelTask, longest: int):
+    async with encoder(task, engine={"max_model_len": 64}) as server:
+        models = (await server.http.get("/v1/models")).json()
+        assert models["data"][0]["max_model_len"] == longest
+        assert (await ask(server, "/tokenize", prompt="a"))["max_model_len"] == longest
+        assert (await server.http.get("/get_server_info")).json()["context_length"] == longest
 
 
 @pytest.mark.parametrize("path", ["/v1/rerank", "/v1/score"])
