@@ -121,6 +121,10 @@ def _convert(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
             f"{folder} has no tokenizer.json, and transformers can't make one from its files: {error}. "
             "Add the model's tokenizer.json to the folder"
         ) from error
+    # Without them, transformers makes a tokenizer that has special tokens only
+    files = tokenizer.vocab_files_names.values()
+    if not any((folder / name).is_file() for name in files):
+        raise ConfigError(f"{folder} has no tokenizer, none of {', '.join(files)}; add the model's tokenizer.json")
     return backend, {name: str(text) for name, text in tokenizer.special_tokens_map.items() if isinstance(text, str)}
 
 

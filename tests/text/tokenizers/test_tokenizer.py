@@ -164,10 +164,14 @@ def test_the_error_names_an_invalid_file(folder: Path, name: str) -> None:
         load(folder)
 
 
-def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
-    write(tmp_path, "config.json", {"model_type": "llama"})
+@pytest.mark.parametrize(
+    ("model_type", "says"),
+    [("llama", r"has no tokenizer\.json"), ("bert", r"none of vocab\.txt"), ("qwen2", r"none of vocab\.json")],
+)
+def test_a_folder_without_a_tokenizer(model_type: str, says: str, tmp_path: Path) -> None:
+    write(tmp_path, "config.json", {"model_type": model_type})
 
-    with pytest.raises(ConfigError, match=r"has no tokenizer\.json"):
+    with pytest.raises(ConfigError, match=says):
         load(tmp_path)
 
 
