@@ -71,10 +71,12 @@ def pooled_requests(
     """Return a request for the vector of each prompt, named `name`-0, -1 and so on. See `sample_requests`.
 
     They are one group: a full queue refuses all of them or none. `second_starts` says of pairs where the second text
-    begins.
+    begins. Raises `InvalidRequestError` for ids beyond the model's vocabulary, which a larger tokenizer makes, too.
     """
     _check_priority(priority or 0, info)
     namespace = _namespace(cache_salt)
+    for number, ids in enumerate(prompts):
+        check_ids(ids, info.vocab_size, param=f"text {number}")
     return [
         EngineRequest(
             request_id=f"{name}-{number}",

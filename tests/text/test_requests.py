@@ -5,7 +5,7 @@ import pytest
 
 from jaxserve.api_types import MAX_STOP_IDS, EngineInfo, EngineRequest, SamplingParams
 from jaxserve.errors import InvalidRequestError
-from jaxserve.text.requests import check_ids, sample_requests
+from jaxserve.text.requests import check_ids, pooled_requests, sample_requests
 from tests.text.small_tokenizers import byte_level
 
 TOKENIZER = byte_level()
@@ -67,6 +67,11 @@ def test_negative_and_too_large_ids_are_refused() -> None:
     check_ids([], VOCAB_SIZE, param="prompt")
     with pytest.raises(InvalidRequestError, match="token id -1"):
         check_ids([3, -1], VOCAB_SIZE, param="prompt")
+
+
+def test_ids_of_texts_that_the_model_does_not_have_are_refused() -> None:
+    with pytest.raises(InvalidRequestError, match=f"text 1 holds the token id {VOCAB_SIZE}"):
+        pooled_requests("p", [[1], [2, VOCAB_SIZE]], INFO)
 
 
 def test_every_sample_has_the_priority_and_the_namespace() -> None:
