@@ -62,10 +62,11 @@ ORDER_INSIDE = {
                        "latent_attention mixture",
     "jaxserve.llm": "outputs | generation pooling | llm",
     "jaxserve.model_source": "builtin fields gguf_row pooling | architectures gguf_encoders gguf_metadata "
-                             "sentence_modules | encoder_heads gguf_architectures gguf_pooling | gguf_config | source | "
-                             "token_ids | label_heads | tasks",
+                             "sentence_modules | encoder_heads gguf_architectures gguf_pooling | gguf_config | "
+                             "source | token_ids | label_heads | tasks",
     "jaxserve.models": "config dtypes read_fields rope | layout | parameters | decoder other_attention | "
-                       "encoders gemma llama | cohere glm granite ministral3 mixtures olmo phi3 seed_oss smollm3 starcoder2 | "
+                       "encoders gemma llama | "
+                       "cohere glm granite ministral3 mixtures olmo phi3 seed_oss smollm3 starcoder2 | "
                        "draft_heads exaone4 gemma4 qwen3_next | registry",
     "jaxserve.observability": "acceptance stage_times throughput timeline turnover | engine_metrics log | "
                               "metrics sample | tuning_advice | draft_rules stage_rules | tuning_rules",

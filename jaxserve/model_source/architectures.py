@@ -24,8 +24,8 @@ _ENCODERS = (
 )  # fmt: skip
 _MASKED = ("ForMaskedLM", "ForPreTraining")
 _COLBERT = "HF_ColBERT"
-AS_DECODERS = {"EuroBert": "LlamaForCausalLM", "LlamaBidirectional": "LlamaForCausalLM"}
-"""Bidirectional models with the layers of a decoder, by their names without the ending."""
+# Bidirectional models with the layers of a decoder
+_AS_DECODERS = {"EuroBert": "LlamaForCausalLM", "LlamaBidirectional": "LlamaForCausalLM"}
 _EUROBERT = "EuroBert"
 _PER_TOKEN = ("ForTokenClassification", "ForProcessRewardModel", "ForQuestionAnswering")
 
@@ -58,8 +58,8 @@ def model_class_of(raw: Mapping[str, Any], where: str) -> ModelClass:
         return ModelClass(name, "BertModel", "vectors of tokens", is_encoder=True, bidirectional=True)
     if suffix and stem in _ENCODERS:
         return ModelClass(name, f"{stem}Model", head, is_encoder=True, bidirectional=True)
-    if suffix and stem in AS_DECODERS:
-        return ModelClass(name, AS_DECODERS[stem], head, is_encoder=stem == _EUROBERT, bidirectional=True)
+    if suffix and stem in _AS_DECODERS:
+        return ModelClass(name, _AS_DECODERS[stem], head, is_encoder=stem == _EUROBERT, bidirectional=True)
     bidirectional = _is_bidirectional(raw)
     if suffix not in _HEADS or (suffix == "ForRewardModel" and name not in _REWARD_MODELS):
         return ModelClass(name, name, "tokens", bidirectional=bidirectional)

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 from jaxserve.errors import ConfigError
 from jaxserve.layers.batch import KVPools, LayerOutput, TokenBatch
-from jaxserve.model_source.architectures import AS_DECODERS, model_class_of
+from jaxserve.model_source.architectures import model_class_of
 from jaxserve.model_source.fields import Fields, abbreviate
 from jaxserve.model_source.pooling import ModelTask
 from jaxserve.models import (
@@ -196,8 +196,7 @@ def _why_not(architecture: str, raw: Mapping[str, Any]) -> str:
     for field, reason in _TELLING_FIELDS.items():
         if field in fields:
             return reason
-    others = [f"{stem}Model" for stem in AS_DECODERS]
-    return "supported: " + ", ".join(sorted([*_FAMILIES, *_TEXT_MODELS, *others]))
+    return "supported: " + ", ".join(sorted([*_FAMILIES, *_TEXT_MODELS]))
 
 
 def family(model: AnyModel) -> ModuleType:
