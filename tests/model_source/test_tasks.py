@@ -104,7 +104,7 @@ def test_what_is_served(
             {"convert": "classify"},
             "--hf-overrides '{\"classifier_from_token\"",
         ),
-        ({}, {}, {"convert": "classify", "pooling": "mean"}, "labels are made of the last token"),
+        ({}, {}, {"convert": "classify", "pooling": "mean"}, "pooling=mean makes vectors; how labels"),
         ({"architectures": ["Qwen2ForProcessRewardModel"]}, {}, {}, "Qwen2ForProcessRewardModel has a head that"),
         ({"architectures": ["Qwen3ForTokenClassification"]}, {}, {}, "labels each token, which is not supported yet"),
         ({"is_causal": False}, {}, {"runner": "generate"}, "tokens of Qwen3ForCausalLM attend to later"),

@@ -85,6 +85,17 @@ def test_heads_of_labels() -> None:
     )
 
 
+def test_heads_of_bidirectional_decoders() -> None:
+    nvidia = {"architectures": ["LlamaBidirectionalForSequenceClassification"], "pooling": "avg", "num_labels": 1}
+    euro = {"architectures": ["EuroBertForSequenceClassification"], "classifier_pooling": "bos", "num_labels": 2}
+    dense = PooledLayer("dense", 16, 16, has_bias=True, activation="gelu")
+    classifier = PooledLayer("classifier", 16, 2, has_bias=True)
+    found = [task_of("qwen3_bidirectional", hf_overrides=each, convert="classify").pooling for each in (nvidia, euro)]
+    assert found == [Pooling("mean", (PooledLayer("score", 16, 1),)), Pooling("cls", (dense, classifier))]
+    with pytest.raises(ConfigError, match="classifier_pooling='late' is not supported; bos and mean are"):
+        task_of("qwen3_bidirectional", hf_overrides=euro | {"classifier_pooling": "late"}, convert="classify")
+
+
 def test_without_a_word_the_first_token_is_pooled_and_the_mean_of_a_decoder() -> None:
     assert task_of("bert_labels", convert="embed").pooling == Pooling("cls")
     assert task_of("bert_mean", pooling="cls").pooling == Pooling("cls")
