@@ -62,8 +62,8 @@ ORDER_INSIDE = {
                        "latent_attention mixture",
     "jaxserve.llm": "outputs | generation pooling | llm",
     "jaxserve.model_source": "builtin_models fields gguf_row pooling | architectures builtin gguf_encoders "
-                             "gguf_metadata sentence_modules | encoder_heads gguf_architectures gguf_pooling | gguf_config | "
-                             "source | token_ids | label_heads | tasks",
+                             "gguf_metadata sentence_modules | encoder_heads gguf_architectures gguf_pooling | "
+                             "gguf_config | source | token_ids | label_heads | tasks",
     "jaxserve.models": "config dtypes read_fields rope | layout | parameters | decoder other_attention | "
                        "encoders gemma llama | "
                        "cohere glm granite ministral3 mixtures olmo phi3 seed_oss smollm3 starcoder2 | "
