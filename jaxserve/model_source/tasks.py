@@ -35,7 +35,7 @@ Method = Literal["auto", "last", "mean", "cls", "all"]
 # The names that the width has in the configs of some families
 _WIDTHS = {"DistilBertModel": "dim", "NomicBertModel": "n_embd"}
 _COLBERT_WIDTH = 128
-_NAMED_METHODS: dict[str, PoolingMethod] = {"avg": "mean", "cls": "cls", "last": "last"}
+_NAMED_METHODS: dict[str, PoolingMethod] = {"avg": "mean", "mean": "mean", "cls": "cls", "last": "last"}
 
 
 def read_task(
@@ -157,7 +157,8 @@ class _Checkpoint:
             return self._pooler.method()
         if self._gguf_pooling in ("mean", "cls", "last"):
             return self._gguf_pooling
-        named = str(self._fields.get("pooling", ""))  # NVIDIA's bidirectional Llamas have such a field
+        # NVIDIA's bidirectional Llamas have such a field, and folders that `jaxserve convert` makes of GGUF files
+        named = str(self._fields.get("pooling", ""))
         if self.model_class.bidirectional and named in _NAMED_METHODS:
             return _NAMED_METHODS[named]
         if self.model_class.is_encoder:
