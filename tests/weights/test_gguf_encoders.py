@@ -39,6 +39,8 @@ _OF_DISTILBERT = {
 }
 _LEFT_OUT = ("cls.", "pooler.", "embeddings.position_ids")
 
+pytestmark = pytest.mark.slow
+
 
 def converted(name: str, path: Path) -> ModelSource:
     """Write a fixture as a GGUF file."""
