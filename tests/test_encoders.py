@@ -25,6 +25,8 @@ from tests.models.forward import cpu_mesh
 from tests.models.pooled import POOLED, cases
 from tests.tiny_model import of_this_run, write_tiny_model
 
+pytestmark = pytest.mark.slow
+
 CONTEXT, STEP = 64, 32
 SIZES: dict[str, Any] = {
     "context_length": CONTEXT,

@@ -61,9 +61,11 @@ ORDER_INSIDE = {
     "jaxserve.layers": "axes batch exchange | linear norm rope vocabulary | attention delta_net embedding mlp | "
                        "latent_attention mixture",
     "jaxserve.llm": "outputs | generation pooling | llm",
-    "jaxserve.model_source": "builtin_models fields gguf_architectures pooling | architectures builtin gguf_metadata "
-                             "sentence_modules | gguf_config | source | token_ids | label_heads | tasks",
-    "jaxserve.models": "config dtypes read_fields rope | layout | parameters | decoder other_attention | gemma llama | "
+    "jaxserve.model_source": "builtin_models fields gguf_row pooling | architectures builtin gguf_encoders "
+                             "gguf_metadata sentence_modules | encoder_heads gguf_architectures gguf_pooling | "
+                             "gguf_config | source | token_ids | label_heads | tasks",
+    "jaxserve.models": "config dtypes read_fields rope | layout | parameters | decoder other_attention | "
+                       "encoders gemma llama | "
                        "cohere glm granite ministral3 mixtures olmo phi3 seed_oss smollm3 starcoder2 | "
                        "draft_heads exaone4 gemma4 qwen3_next | registry",
     "jaxserve.observability": "acceptance stage_times throughput timeline turnover | engine_metrics log | "

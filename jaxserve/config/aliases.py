@@ -95,7 +95,9 @@ def _not_built(what: str) -> SwitchAlias:
 _SPECULATIVE_CONFIG = ReadAlias(
     read_speculative_config, "vLLM's mapping, as JSON or in YAML: its keys set the settings of the same meaning"
 )
-_POOLER_CONFIG = ReadAlias(read_pooler_config, "vLLM's mapping, as JSON or in YAML: pooling_type may be LAST or MEAN")
+_POOLER_CONFIG = ReadAlias(
+    read_pooler_config, "vLLM's mapping, as JSON or in YAML: pooling_type may be LAST, MEAN, CLS or ALL"
+)
 _NO_TREES = ChoiceAlias(
     RefusedName("drafts are chains, not trees: only 1 is supported"), {"1": InForce("drafts are chains")}
 )

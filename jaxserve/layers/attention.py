@@ -115,11 +115,11 @@ def self_attention(
         if query_scale is not None:
             q *= query_scale[:, None, None].astype(q.dtype)
         attended, pool = paged_attention(q, k, v, *where)
-    attended = attended.reshape(len(x), -1)
+    output, attended = _output(params), attended.reshape(len(x), -1)
     if params.gate is not None:
         gate = linear(x, params.gate.reshape(attended.shape[1], -1))
         attended = (attended.astype(jnp.float32) * jax.nn.sigmoid(gate.astype(jnp.float32))).astype(x.dtype)
-    return row_parallel(attended, _output(params), params.output_bias), replace_pool(kv, layer.group, pool)
+    return row_parallel(attended, output, params.output_bias), replace_pool(kv, layer.group, pool)
 
 
 def _output(params: AttentionParams) -> Float[Array, "dim inputs"] | HeldWeight:

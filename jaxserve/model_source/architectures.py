@@ -26,6 +26,7 @@ _MASKED = ("ForMaskedLM", "ForPreTraining")
 _COLBERT = "HF_ColBERT"
 # Bidirectional models with the layers of a decoder
 _AS_DECODERS = {"EuroBert": "LlamaForCausalLM", "LlamaBidirectional": "LlamaForCausalLM"}
+_EUROBERT = "EuroBert"
 _PER_TOKEN = ("ForTokenClassification", "ForProcessRewardModel", "ForQuestionAnswering")
 
 
@@ -58,7 +59,7 @@ def model_class_of(raw: Mapping[str, Any], where: str) -> ModelClass:
     if suffix and stem in _ENCODERS:
         return ModelClass(name, f"{stem}Model", head, is_encoder=True, bidirectional=True)
     if suffix and stem in _AS_DECODERS:
-        return ModelClass(name, _AS_DECODERS[stem], head, bidirectional=True)
+        return ModelClass(name, _AS_DECODERS[stem], head, is_encoder=stem == _EUROBERT, bidirectional=True)
     bidirectional = _is_bidirectional(raw)
     if suffix not in _HEADS or (suffix == "ForRewardModel" and name not in _REWARD_MODELS):
         return ModelClass(name, name, "tokens", bidirectional=bidirectional)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import get_args
 
 from jaxserve.errors import ConfigError
@@ -9,6 +10,7 @@ from jaxserve.model_source.architectures import ModelClass
 from jaxserve.model_source.fields import NORM_EPSILON, Fields, abbreviate
 from jaxserve.model_source.pooling import LayerActivation, PooledLayer, Pooling, PoolingMethod
 
+_EUROBERT = "LlamaForCausalLM"  # The family whose layers it has
 # The names of the two layers, and the activation between them
 _LIKE_BERT: tuple[str, LayerActivation, str] = ("pooler.dense", "tanh", "classifier")
 _LIKE_ROBERTA: tuple[str, LayerActivation, str] = ("classifier.dense", "tanh", "classifier.out_proj")
@@ -16,32 +18,34 @@ _LAYERS = {
     **dict.fromkeys(("BertModel", "GteModel", "NewModel", "NomicBertModel"), _LIKE_BERT),
     **dict.fromkeys(("CamembertModel", "MPNetModel", "RobertaModel", "XLMRobertaModel"), _LIKE_ROBERTA),
     "DistilBertModel": ("pre_classifier", "relu", "classifier"),
+    _EUROBERT: ("dense", "gelu", "classifier"),
 }
 _POOLING: dict[str, PoolingMethod] = {"cls": "cls", "mean": "mean"}
-_EUROBERT = "EuroBertForSequenceClassification"
-_EUROBERT_POOLING: dict[str, PoolingMethod] = {"bos": "cls", "mean": "mean"}
-
-
-def has_encoder_head(model: ModelClass) -> bool:
-    """Return whether a model with a head of labels has that of an encoder, as EuroBERT's has on a decoder's layers."""
-    return model.is_encoder or model.name == _EUROBERT
+_OF_EUROBERT: dict[str, PoolingMethod] = {"bos": "cls", "mean": "mean"}
 
 
 def encoder_head(model: ModelClass, fields: Fields, width: int, labels: int) -> Pooling:
     """Return how an encoder's logits of labels are made. Raises `ConfigError`."""
     if model.family == "ModernBertModel":
         return _modernbert_head(fields, width, labels)
-    if model.name == _EUROBERT:
-        return _eurobert_head(fields, width, labels)
     first, activation, last = _LAYERS[model.family]
+    method: PoolingMethod = "cls"
+    if model.family == _EUROBERT:
+        method = _method(fields, _OF_EUROBERT, "late")
     dense = PooledLayer(first, width, width, has_bias=True, activation=activation)
-    return Pooling("cls", (dense, PooledLayer(last, width, labels, has_bias=True)))
+    return Pooling(method, (dense, PooledLayer(last, width, labels, has_bias=True)))
+
+
+def _method(fields: Fields, methods: Mapping[str, PoolingMethod], default: str) -> PoolingMethod:
+    found = fields.text("classifier_pooling", default)
+    if found not in methods:
+        raise ConfigError(
+            f"{fields.where}: classifier_pooling={abbreviate(found)} is not supported; {' and '.join(methods)} are"
+        )
+    return methods[found]
 
 
 def _modernbert_head(fields: Fields, width: int, labels: int) -> Pooling:
-    method = fields.text("classifier_pooling", "cls")
-    if method not in _POOLING:
-        raise fields.error("classifier_pooling", "cls or mean")
     activation = fields.text("classifier_activation", "gelu")
     found = next((each for each in get_args(LayerActivation) if each == activation), None)
     if found is None:
@@ -56,15 +60,4 @@ def _modernbert_head(fields: Fields, width: int, labels: int) -> Pooling:
         norm_has_bias=fields.boolean("norm_bias", False),
         norm_eps=fields.number("norm_eps", NORM_EPSILON, 1e-5),
     )
-    return Pooling(_POOLING[method], (dense, PooledLayer("classifier", width, labels, has_bias=True)))
-
-
-def _eurobert_head(fields: Fields, width: int, labels: int) -> Pooling:
-    method = fields.text("classifier_pooling", "late")
-    if method not in _EUROBERT_POOLING:
-        raise ConfigError(
-            f"{fields.where}: classifier_pooling={abbreviate(method)} is not supported; bos and mean are, which pool "
-            "before the head of labels, not after it"
-        )
-    dense = PooledLayer("dense", width, width, has_bias=True, activation="gelu")
-    return Pooling(_EUROBERT_POOLING[method], (dense, PooledLayer("classifier", width, labels, has_bias=True)))
+    return Pooling(_method(fields, _POOLING, "cls"), (dense, PooledLayer("classifier", width, labels, has_bias=True)))

@@ -25,6 +25,7 @@ from jaxserve.model_source.fields import (
 )
 from jaxserve.model_source.gguf_architectures import ARCHITECTURES
 from jaxserve.model_source.gguf_metadata import GGUFMetadata, Scalar
+from jaxserve.model_source.gguf_pooling import pooling_of_gguf
 from jaxserve.model_source.gguf_row import Architecture
 
 # A file has the epsilons of both kinds of norms if its config.json had both; what is made of the model's hidden states
@@ -87,6 +88,7 @@ def config_from_gguf(metadata: GGUFMetadata) -> dict[str, Any]:
         **{field: keys.boolean(key, row.constants[field]) for key, field in row.flags.items()},
         **({row.drafts: drafts} if row.drafts else {}),
         **_rows(metadata, row.tables),
+        **({} if row.causal else {"pooling": pooling_of_gguf(metadata)}),
         **windows,
         "bos_token_id": bos_ids[0] if bos_ids else None,
         "eos_token_id": eos_ids[0] if len(eos_ids) == 1 else eos_ids or None,

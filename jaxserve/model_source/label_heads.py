@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxserve.errors import ConfigError
 from jaxserve.model_source.architectures import ModelClass
-from jaxserve.model_source.encoder_heads import encoder_head, has_encoder_head
+from jaxserve.model_source.encoder_heads import encoder_head
 from jaxserve.model_source.fields import WIDTH, Fields, abbreviate
 from jaxserve.model_source.pooling import LabelActivation, PooledLayer, PooledTask, Pooling
 from jaxserve.model_source.sentence_modules import sentence_fields
@@ -46,7 +46,7 @@ class LabelHeads:
         """Return the task of a head with layers of its own, of a classifier or of a reward model."""
         is_reward, width = self.model.head == "reward", self._width
         labels = _labels(self.fields, 1 if is_reward else 2)
-        if has_encoder_head(self.model):
+        if self.model.is_encoder:
             return self.of_encoder(encoder_head(self.model, self.fields, width, len(labels)), labels)
         if is_reward:
             first = PooledLayer("score.0", width, width, has_bias=True, activation="relu")

@@ -35,7 +35,7 @@ Method = Literal["auto", "last", "mean", "cls", "all"]
 # The names that the width has in the configs of some families
 _WIDTHS = {"DistilBertModel": "dim", "NomicBertModel": "n_embd"}
 _COLBERT_WIDTH = 128
-_NAMED_METHODS: dict[str, PoolingMethod] = {"avg": "mean", "cls": "cls", "last": "last"}
+_NAMED_METHODS: dict[str, PoolingMethod] = {"avg": "mean", "mean": "mean", "cls": "cls", "last": "last"}
 
 
 def read_task(
@@ -133,8 +133,8 @@ class _Checkpoint:
 
     def labels(self, method: Method) -> PooledTask:
         """Return the task of scoring texts or giving them labels. Raises `ConfigError` if there is no head for it."""
-        if method == "mean":
-            raise ConfigError("pooling=mean makes vectors; labels are made of the last token of a text: leave it out")
+        if method not in ("auto", "last"):
+            raise ConfigError(f"pooling={method} makes vectors; how labels are made is up to the model: leave it out")
         heads, modules = LabelHeads(self.model_class, self._fields, self._source), self._modules
         if modules is not None and modules.scoring is not None:
             found = heads.of_scored_tokens(modules.scored_tokens())
@@ -142,6 +142,8 @@ class _Checkpoint:
             found = heads.of_token_texts()
         elif self.model_class.head in ("labels", "reward"):
             found = heads.of_own_layers()
+            if self.model_class.bidirectional and not self.model_class.is_encoder:
+                found = dataclasses.replace(found, pooling=dataclasses.replace(found.pooling, method=self._method()))
         elif self._gguf is not None and self.model_class.is_encoder:
             labels = self._gguf.array(f"{self._gguf.get('general.architecture')}.classifier.output_labels")
             found = heads.of_encoder(Pooling("cls", label_layers(self._gguf)), labels)
@@ -155,7 +157,8 @@ class _Checkpoint:
             return self._pooler.method()
         if self._gguf_pooling in ("mean", "cls", "last"):
             return self._gguf_pooling
-        named = str(self._fields.get("pooling", ""))  # NVIDIA's bidirectional Llamas have such a field
+        # NVIDIA's bidirectional Llamas have such a field, and folders that `jaxserve convert` makes of GGUF files
+        named = str(self._fields.get("pooling", ""))
         if self.model_class.bidirectional and named in _NAMED_METHODS:
             return _NAMED_METHODS[named]
         if self.model_class.is_encoder:

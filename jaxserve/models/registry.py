@@ -176,8 +176,9 @@ def parse_model_config(
     config = dataclasses.replace(config, quantization=quantization, bidirectional=model_class.bidirectional)
     if config.bidirectional and architecture not in _BIDIRECTIONAL and not model_class.is_encoder:
         raise ConfigError(
-            f"{fields.where}: architecture {abbreviate(name)} with attention to later tokens is not supported; "
-            f"supported: encoders, and {', '.join(sorted(_BIDIRECTIONAL))}"
+            f"{fields.where}: architecture {abbreviate(name)} with attention to later tokens (is_causal, "
+            f"use_bidirectional_attention) is not supported; supported: encoders, and "
+            f"{', '.join(sorted(_BIDIRECTIONAL))}"
         )
     if task is None:
         return config

@@ -77,7 +77,8 @@ class ChatTemplate:
         """
         if self._template is None:
             raise InvalidRequestError(
-                "this model has no chat template: send a text instead of messages, or start with --chat-template FILE"
+                "this model has no chat template: send a text instead of messages (to generate, on /v1/completions), "
+                "or start with --chat-template FILE"
             )
         deadline = time.process_time() + _SEARCH_SECONDS
         try:

@@ -145,7 +145,7 @@ def test_what_a_model_is_for(key: str, value: object, expected: tuple[str, str, 
     ("key", "value", "says"),
     [
         ("task", "transcription", "--task must be one of auto, generate, embed"),
-        ("pooler_config", '{"pooling_type": "CLS"}', "pooling_type=CLS is not supported; LAST, MEAN are"),
+        ("pooler_config", '{"pooling_type": "STEP"}', "pooling_type=STEP is not supported; LAST, MEAN, CLS, ALL are"),
         ("pooler_config", '{"normalize": true}', "normalize=True is refused: a request says"),
         ("pooler_config", '{"poling_type": "LAST"}', "did you mean"),
         ("hf_overrides", "[1]", "--hf-overrides must be a mapping, got \\[1\\]"),

@@ -55,7 +55,6 @@ def pooled_of(*args: Any, **asked: Any) -> PooledTask:
 
 
 EMBEDDER = modules("Pooling", "Normalize", Pooling=POOLING)
-EUROBERT = "EuroBertForSequenceClassification"
 
 
 @pytest.mark.parametrize(
@@ -105,7 +104,7 @@ def test_what_is_served(
             {"convert": "classify"},
             "--hf-overrides '{\"classifier_from_token\"",
         ),
-        ({}, {}, {"convert": "classify", "pooling": "mean"}, "labels are made of the last token"),
+        ({}, {}, {"convert": "classify", "pooling": "mean"}, "pooling=mean makes vectors; how labels"),
         ({"architectures": ["Qwen2ForProcessRewardModel"]}, {}, {}, "Qwen2ForProcessRewardModel has a head that"),
         ({"architectures": ["Qwen3ForTokenClassification"]}, {}, {}, "labels each token, which is not supported yet"),
         ({"is_causal": False}, {}, {"runner": "generate"}, "tokens of Qwen3ForCausalLM attend to later"),
@@ -215,7 +214,6 @@ def test_what_is_served(
             "2_Dense: in_features=7, but vectors have 8 numbers",
         ),
         ({"matryoshka_dimensions": [9]}, EMBEDDER, {}, "matryoshka_dimensions\\[0\\] should be a number in \\[1, 8\\]"),
-        ({"architectures": [EUROBERT]}, {}, {}, "classifier_pooling='late' is not supported; bos and mean are"),
         ({"architectures": ["BertModel"]}, {}, {"convert": "classify"}, "has no head of labels; its …ForSequence"),
     ],
 )  # fmt: skip
@@ -287,18 +285,6 @@ def test_labels(raw: dict[str, Any], labels: tuple[str, ...], activation: str, t
     assert (task.labels, task.activation) == (labels, activation)
     assert task.scores_pairs == (len(labels) == 1)
     assert task.pooling.layers == (PooledLayer("score", 8, len(labels)),)
-
-
-@pytest.mark.parametrize(("name", "method"), [("bos", "cls"), ("mean", "mean")])
-def test_eurobert_labels_texts_as_encoders_do(name: str, method: str, tmp_path: Path) -> None:
-    task = pooled_of(tmp_path, {"architectures": [EUROBERT], "classifier_pooling": name, "num_labels": 1})
-
-    assert task.pooling.method == method
-    assert task.pooling.layers == (
-        PooledLayer("dense", 8, 8, has_bias=True, activation="gelu"),
-        PooledLayer("classifier", 8, 1, has_bias=True),
-    )
-    assert task.scores_pairs
 
 
 IDENTITY = {"activation_fn": "torch.nn.modules.linear.Identity"}

@@ -14,7 +14,7 @@ from jaxserve.layers import embedding
 from jaxserve.models import registry
 from jaxserve.models.draft_heads import eagle, mtp
 
-HEADS = {module.head for module in registry._FAMILIES.values()}
+HEADS = {module.head for module in registry._FAMILIES.values() if hasattr(module, "head")}
 MODEL: Any = SimpleNamespace(config=SimpleNamespace(logit_cap=30.0, logit_scale=0.5, logits_scaling=2.0))
 TABLE = jnp.zeros((16, 8))
 PARAMS: Any = SimpleNamespace(head=TABLE, output=TABLE, norm=None, d2t=None)

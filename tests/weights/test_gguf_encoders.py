@@ -13,7 +13,8 @@ from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, get_tensor_name_map
 from safetensors.numpy import load_file
 
 from jaxserve.errors import ConfigError
-from jaxserve.model_source import ModelSource
+from jaxserve.model_source import ModelSource, read_config
+from jaxserve.model_source.tasks import read_task
 from tests.models.encoding import difference, load
 from tests.models.pooled import POOLED, cases, served
 from tests.weights.gguf_converter import Tensors, write
@@ -37,6 +38,8 @@ _OF_DISTILBERT = {
     "n_layers": "num_hidden_layers",
 }
 _LEFT_OUT = ("cls.", "pooler.", "embeddings.position_ids")
+
+pytestmark = pytest.mark.slow
 
 
 def converted(name: str, path: Path) -> ModelSource:
@@ -108,6 +111,13 @@ def test_vectors_of_a_file_are_those_of_the_folder(name: str, tmp_path: Path) ->
     assert folder is not None
     assert file is not None
     assert (file.pooling.method, file.labels, file.size) == (folder.pooling.method, folder.labels, folder.size)
+
+
+def test_a_config_made_of_a_file_says_how_it_pools(tmp_path: Path) -> None:
+    raw = read_config(converted("bert_mean", tmp_path / "m.gguf"))
+    pooled = read_task(None, raw).pooled
+    assert pooled is not None
+    assert pooled.pooling.method == "mean"
 
 
 def test_labels_without_a_pooler_are_refused(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ _DISTIL_FIELDS = {
 _OF_POOLER = ("fc_size", "num_attention_heads", "num_fc_layers", "size_per_head", "type")
 
 
-class _Names(NamedTuple):
+class _LayerNames(NamedTuple):
     """The names of a layer's tensors, under that of the layer: of attention's queries, keys, values and outputs, and of
     the norm after them; of the feed-forward block, and of the norm after it. `layer` is where they are."""
 
@@ -45,14 +45,14 @@ class _Names(NamedTuple):
     mlp_norm: str
 
 
-_BERT_NAMES = _Names(
+_BERT_NAMES = _LayerNames(
     "encoder.layer",
     ("attention.self.query", "attention.self.key", "attention.self.value", "attention.output.dense"),
     "attention.output.LayerNorm",
     ("intermediate.dense", "output.dense"),
     "output.LayerNorm",
 )
-_DISTIL_NAMES = _Names(
+_DISTIL_NAMES = _LayerNames(
     "transformer.layer",
     ("attention.q_lin", "attention.k_lin", "attention.v_lin", "attention.out_lin"),
     "sa_layer_norm",

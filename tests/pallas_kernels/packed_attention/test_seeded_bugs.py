@@ -22,8 +22,6 @@ from tests.pallas_kernels.packed_attention import test_packed_attention as suite
 from tests.pallas_kernels.packed_attention.cases import CASES, check, make_batch
 from tests.selection import grid, is_interpreted
 
-pytestmark = pytest.mark.slow
-
 
 @dataclasses.dataclass(frozen=True)
 class Seed:
