@@ -66,10 +66,11 @@ async def load_model(engine_config: EngineConfig, server_config: ServerConfig, e
         if template is not None:
             await chat_template.start()
             tokenizer = tokenizer.with_turn_end(await chat_template.turn_end())
-        reasoning = "none" if formats.reasoning is None else formats.reasoning.name
-        logger.info("calls of tools are read as %s, reasoning as %s", formats.calls.name, reasoning)
-        grammars = GrammarChecker(tokenizer)
         task = read_served_checkpoint(engine_config, resolve(engine_config.model)).task
+        if task.generates:
+            reasoning = "none" if formats.reasoning is None else formats.reasoning.name
+            logger.info("calls of tools are read as %s, reasoning as %s", formats.calls.name, reasoning)
+        grammars = GrammarChecker(tokenizer)
         loaded = LoadedModel(await launching, tokenizer, chat_template, template or "", grammars, formats, task)
         if server_config.escape_marks:
             await run_in_thread(lambda: loaded.escaped_marks)
