@@ -33,6 +33,7 @@ _TOWERS = (
     "vision_tower.", "multi_modal_projector.", "vision_model.", "audio_tower.", "embed_vision.", "embed_audio.",
     "vision_embedder.", "visual.",
 )  # fmt: skip
+_HEADS = ("classifier.", "cls.", "dense.", "score.")
 # Tensors that only quantized weights have
 _ONLY_QUANTIZED = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv", "_proj_blocks")
 _FORMAT_OF_KIND = {"folder": "safetensors", "gguf": "gguf", "orbax": "orbax"}
@@ -137,9 +138,7 @@ def is_ignored(name: str) -> bool:
     has; encoders, as images and sound are refused."""
     own = name.removeprefix("model.")
     computed = name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight"
-    return (
-        computed or parse_kv_scale_name(name) is not None or own.startswith((*_TOWERS, "score.", "cls.")) or "/" in name
-    )
+    return computed or parse_kv_scale_name(name) is not None or own.startswith((*_TOWERS, *_HEADS)) or "/" in name
 
 
 def _ignored(source: TensorSource, part: str) -> Callable[[str], bool]:

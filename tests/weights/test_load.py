@@ -277,3 +277,9 @@ def test_a_wrong_shape_is_shown_beside_that_of_the_file(folder: Path) -> None:
         check_names(_Described(wrong), specs, is_ignored)
     for name in used:
         assert f"{name} {list(wrong[name].shape)} instead of {list(right[name].shape)}" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["score.weight", "cls.predictions.bias", "classifier.weight", "dense.bias"])
+def test_a_head_that_the_task_does_not_need_is_ignored(name: str) -> None:
+    assert is_ignored(name)
+    assert not is_ignored(f"model.layers.0.{name}")
