@@ -103,10 +103,9 @@ def split_prompts(
     if not prompts:
         raise InvalidRequestError(f"{param} is an empty list; send at least one prompt", param=param)
     if not isinstance(prompts[0], int) and (total := len(prompts) * (n or 1)) > MAX_SEQUENCES:
+        found = f"{param} has {total} entries" if (n or 1) == 1 else f"{len(prompts)} prompts with n={n} make {total}"
         raise InvalidRequestError(
-            f"{len(prompts)} prompts with n={n or 1} make {total} sequences; "
-            f"a request may have at most {MAX_SEQUENCES}: split it into several requests",
-            param=param,
+            f"{found}; a request may have at most {MAX_SEQUENCES}: split it into several requests", param=param
         )
     texts = [item for item in prompts if isinstance(item, str)]
     ids = [item for item in prompts if isinstance(item, list)]

@@ -140,7 +140,7 @@ async def test_fields_reach_the_engine():
         ({"input": ["a", [1]]}, "input", "mixes"),
         ({"input": [259]}, "input", "token id 259"),
         ({"input": [[1], [-1]]}, "input[1]", "token id -1"),
-        ({"input": ["a"] * 2049}, "input", "at most 2048"),
+        ({"input": ["a"] * 2049}, "input", "input has 2049 entries; a request may have at most 2048"),
         ({"input": "a" * 513}, "input", "resulted in 513 tokens"),
         ({"input": ["a", "b" * 9000]}, "input[1]", "resulted in at least"),
         ({"input": [1] * 513}, "input", "resulted in 513 tokens"),
