@@ -166,6 +166,13 @@ def test_the_task_is_that_of_the_config_with_overrides(tmp_path: Path, monkeypat
         assert llm.classify("ab", use_tqdm=False)[0].outputs.label in ("a", "b", "c", "d")
 
 
+def test_a_conversation_needs_a_model_that_generates_before_a_template(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(InProcessEngine, "start", lambda _: PoolingEngine())
+    encoder = Path(__file__).parent / "fixtures" / "pooled" / "bert_mean"
+    with LLM(encoder) as llm, pytest.raises(InvalidRequestError, match="generates no text"):
+        llm.chat([{"role": "user", "content": "a"}])
+
+
 def test_what_a_model_is_not_for_is_refused(load: Load) -> None:
     with load(ModelTask()) as (llm, _), pytest.raises(InvalidRequestError, match='runner="pooling"'):
         llm.embed("a")

@@ -126,6 +126,7 @@ class LLM:
         The template shows `tools`, in OpenAI's form; calls are in the text, as the model writes them.
         """
         check_not_forked()
+        self._require_generating()
         options = {
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
@@ -281,14 +282,17 @@ class LLM:
         """Return the ids of a rendered template, which writes its special tokens itself: none are added."""
         return (self._marks or self._tokenizer).encode_batch([text], add_special_tokens=False)[0]
 
-    def _prepare(
-        self, prompt: str | list[int], params: SamplingParams | None, priority: int = 0, cache_salt: str | None = None
-    ) -> PromptTask:
+    def _require_generating(self) -> None:
         if not self._task.generates:
             raise InvalidRequestError(
                 "this model generates no text: use embed, score, classify, reward or encode, or load it with "
                 'runner="generate" if it has a head for tokens'
             )
+
+    def _prepare(
+        self, prompt: str | list[int], params: SamplingParams | None, priority: int = 0, cache_salt: str | None = None
+    ) -> PromptTask:
+        self._require_generating()
         text, ids = (prompt, self._tokenizer.encode(prompt)) if isinstance(prompt, str) else (None, prompt)
         if not ids:
             raise InvalidRequestError("the prompt holds no tokens", param="prompt")
