@@ -57,3 +57,9 @@ def test_a_batch_that_does_not_fit(tiny_flags, flags: list[str], message: str, c
 def test_user_errors_are_one_line(flags: list[str], message: str, capsys) -> None:
     assert main(["bench", "latency", *flags]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_model_that_only_pools(capsys) -> None:
+    encoder = Path(__file__).parents[2] / "fixtures" / "pooled" / "bert_mean"
+    assert main(["bench", "latency", "--model", str(encoder)]) == 2
+    assert "is served for vectors or labels only" in capsys.readouterr().err
