@@ -42,7 +42,7 @@ def _served(config: EngineConfig, raw: Mapping[str, Any], source: ModelSource | 
     if config.speculative_method != "none" and not task.generates:
         raise ConfigError(
             f"speculative_method={config.speculative_method} drafts tokens, and {config.model} is served for vectors "
-            "or labels only; leave it out, or set runner to generate"
+            "or labels only; leave it out, or set runner to generate if the model has a head for tokens"
         )
     return ServedCheckpoint(raw, where, task)
 

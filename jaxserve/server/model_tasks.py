@@ -10,7 +10,7 @@ _GENERATING = "/v1/completions, /v1/chat/completions, /v1/messages, /v1/response
 _PAIRS = "/v1/rerank, /v1/score"
 _ALWAYS = "/pooling and /encode"
 _ADVICE: dict[PooledUse, str] = {
-    "embed": "for embeddings start it with --convert embed, and without --pooling all",
+    "embed": "for embeddings start it with --convert embed",
     "classify": "labels need a model that has a head for them",
     "score": "pairs need a reranker, or a model of embeddings",
 }
@@ -41,7 +41,9 @@ def require_pooled(state: ServerState, use: PooledUse | None = None) -> tuple[Lo
             "--convert embed for both"
         )
     if use is not None and use not in task.uses:
-        raise InvalidRequestError(f"{_abilities(task)}; {_ADVICE[use]}")
+        by_token = use == "embed" and "token_embed" in task.uses
+        advice = "for one vector of a text start it with --pooling cls or mean" if by_token else _ADVICE[use]
+        raise InvalidRequestError(f"{_abilities(task)}; {advice}")
     return loaded, task
 
 

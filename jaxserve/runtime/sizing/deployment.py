@@ -398,7 +398,7 @@ def _choose_attention(
         ]
         return choose_backend(device.kernels, problems, config.attention_backend)
     except ValueError as error:
-        raise ConfigError(str(error)) from error
+        raise ConfigError(str(error)) from None
 
 
 def _sends_ragged(config: EngineConfig, model: ModelConfig, device: DeviceFacts, parts: int) -> bool:
