@@ -95,7 +95,7 @@ def test_what_an_encoder_does_not_do_is_refused(server: ServerProcess) -> None:
     assert httpx.get(f"{server.url}/health_generate").status_code == 200
     info = httpx.get(f"{server.url}/model_info").json()
     assert not info["is_generation"]
-    assert httpx.get(f"{server.url}/v1/models").json()["data"][0]["max_model_len"] == 512
+    assert httpx.get(f"{server.url}/v1/models").json()["data"][0]["max_model_len"] == 256
     answer = httpx.post(f"{server.url}/v1/embeddings", json={"input": [[2000] * 257]})
     assert "maximum context length is 256" in answer.json()["error"]["message"]
     ids = httpx.post(f"{server.url}/tokenize", json={"prompt": "Hello"}).json()["tokens"]

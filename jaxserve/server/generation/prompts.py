@@ -103,7 +103,8 @@ def split_prompts(
     if not prompts:
         raise InvalidRequestError(f"{param} is an empty list; send at least one prompt", param=param)
     if not isinstance(prompts[0], int) and (total := len(prompts) * (n or 1)) > MAX_SEQUENCES:
-        found = f"{param} has {total} entries" if (n or 1) == 1 else f"{len(prompts)} prompts with n={n} make {total}"
+        made = f"{len(prompts)} prompts with n={n} make {total} sequences"
+        found = f"{param} has {total} entries" if (n or 1) == 1 else made
         raise InvalidRequestError(
             f"{found}; a request may have at most {MAX_SEQUENCES}: split it into several requests", param=param
         )
