@@ -109,14 +109,14 @@ class Grammars:
             if grammar.matcher is None:
                 grammar.is_slow = grammar.text not in self._kept
         quick = [grammar for grammar in grammars if not grammar.is_slow]
+        slow = [grammar for grammar in grammars if grammar.is_slow]  # now, as a job makes quick ones slow
         size = -(-len(quick) // self._num_threads) or 1
         for at in range(0, len(quick), size):
             job = self._threads.submit(self._follow_all, quick[at : at + size])
             for grammar in quick[at : at + size]:
                 grammar.job = job
-        for grammar in grammars:
-            if grammar.is_slow:
-                grammar.job = self._slow_threads.submit(self._follow_all, [grammar])
+        for grammar in slow:
+            grammar.job = self._slow_threads.submit(self._follow_all, [grammar])
 
     def wait(self, grammars: Iterable[RequestGrammar], seconds: float, *, also_slow: bool) -> None:
         """Wait up to `seconds` until the next tokens of all quick grammars are known; with `also_slow`, of any one."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -155,3 +157,25 @@ def test_a_slow_one_is_not_waited_for_and_ends(grammars: Grammars, monkeypatch: 
     grammars.wait([quick, late], 10, also_slow=False)
     assert quick.job is not None
     assert quick.job.done()
+
+
+class _AtOnce:
+    """An executor whose jobs are done when `submit` returns, as those of a thread may be."""
+
+    def submit(self, job: Callable[..., None], *arguments: Any) -> Future[None]:
+        job(*arguments)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+
+def test_one_that_becomes_slow_at_once_is_followed_once(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, grammar = (_grammar(REGEX("false|true")) for _ in range(2))
+    _follow(grammars, first)  # it compiles
+    monkeypatch.setattr(module, "_SLOW_SECONDS", 0.0)
+    monkeypatch.setattr(grammars, "_threads", _AtOnce())
+    _follow(grammars, grammar)
+    grammar.is_slow = False
+    found = _follow(grammars, grammar, *encode("f"))
+    assert b"".join(TOKENS[token] for token in found.forced) == b"alse"
+    assert found.complete
