@@ -140,7 +140,7 @@ class EncoderScheduler:
 
     @property
     def page_size(self) -> int:
-        """The number of tokens in a page, of which there are none."""
+        """The setting of this name. There are no pages."""
         return self._capacity.page_size
 
     @property

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from jaxserve.engine.scheduling.step_times import StepTimes
 
-# A step computes about so many tokens of pooled requests at least: with fewer, all of them would take longer.
+# The fewest tokens of pooled requests that a step computes: in smaller parts, all of them would take longer.
 _PART = 128
 
 
