@@ -37,7 +37,8 @@ import uvloop
 
 from benchmarks.paced_engine import FOLDER
 from jaxserve.cli.common.table import format_records
-from jaxserve.config.schema import EngineConfig, ServerConfig
+from jaxserve.config.schema import EngineConfig
+from jaxserve.config.server_schema import ServerConfig
 from jaxserve.model_source import resolve
 from jaxserve.observability import log
 from jaxserve.server.loading import EngineSource

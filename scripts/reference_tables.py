@@ -13,7 +13,8 @@ from jaxserve.cli.bench import SUBCOMMANDS
 from jaxserve.cli.common.flags import description
 from jaxserve.cli.main import COMMANDS
 from jaxserve.config import aliases
-from jaxserve.config.schema import EngineConfig, ServerConfig
+from jaxserve.config.schema import EngineConfig
+from jaxserve.config.server_schema import ServerConfig
 from jaxserve.config.settings import Config, as_flag, settings
 from jaxserve.server.app import make_app
 from jaxserve.server.server_state import ServerState

@@ -20,7 +20,8 @@ from jaxserve.bench.datasets.choice import DATASETS
 from jaxserve.cli import chat, compile, config, convert, doctor, generate, plan, pull, serve
 from jaxserve.cli.bench import SUBCOMMANDS
 from jaxserve.cli.main import COMMANDS
-from jaxserve.config.schema import EngineConfig, ServerConfig
+from jaxserve.config.schema import EngineConfig
+from jaxserve.config.server_schema import ServerConfig
 from jaxserve.engine.scheduling.policy import LPM_MAX_WAITING, MAX_OVERTAKEN, Policy
 from jaxserve.errors import ConfigError
 from jaxserve.model_source.fields import Fields

@@ -15,7 +15,8 @@ import yaml
 
 from jaxserve.config import aliases
 from jaxserve.config.nearest import nearest
-from jaxserve.config.schema import EngineConfig, ServerConfig
+from jaxserve.config.schema import EngineConfig
+from jaxserve.config.server_schema import ServerConfig
 from jaxserve.config.settings import Setting, as_key, settings
 from jaxserve.errors import ConfigError
 

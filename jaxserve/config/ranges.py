@@ -28,6 +28,11 @@ ENGINE_RANGES: Ranges = {
     "context_length": (1, MOST),
     "page_size": (1, 2**16),
     "max_total_tokens": (1, _MOST_BYTES),
+    "kv_cache_memory_bytes": (1, _MOST_BYTES),
+    "num_gpu_blocks_override": (1, MOST),
+    "default_priority_value": (-(2**31), MOST),
+    "priority_scheduling_preemption_threshold": (1, MOST),
+    "prefill_max_requests": (1, MOST),
     "swa_full_tokens_ratio": (_ABOVE_0, 1.0),
     "max_running_requests": (1, MOST),
     "max_mamba_cache_size": (1, MOST),
@@ -53,6 +58,10 @@ ENGINE_RANGES: Ranges = {
 }
 SERVER_RANGES: Ranges = {
     "api_server_count": (1, 256),
+    "ssl_cert_reqs": (0, 2),
+    "max_logprobs": (0, 20),
+    "stream_interval": (1, MOST),
+    "sse_keep_alive_interval": (0.0, _MOST_SECONDS),
     "default_thinking_budget": (-1, MOST),
     "max_stored_responses": (0, MOST),
     "max_stored_response_bytes": (0, _MOST_BYTES),

@@ -1,7 +1,8 @@
-"""All settings. Field names are flags (`--chunked-prefill-size`) and YAML keys; descriptions are the help texts.
+"""The settings of the engine. Field names are flags (`--page-size`) and YAML keys; descriptions are the help texts.
 
-The names are SGLang's; `aliases.py` has vLLM's and older ones. None means "chosen at start-up", and the choice is
-logged. Checks that need no model are made here; checks that need the model or the device are made at start-up.
+The names are SGLang's; `other_engines.tsv` has vLLM's and older ones, `server_schema.py` the server's settings. None
+means "chosen at start-up", and the choice is logged. Checks that need no model are made here; checks that need the
+model or the device are made at start-up.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from msgspec import Meta
 from jaxserve.config.kv_events import KvEventsConfig
 from jaxserve.config.pipeline import layer_partition
 from jaxserve.config.processes import check_processes, ranks_and_shards
-from jaxserve.config.ranges import ENGINE_RANGES, MOST, SERVER_RANGES, check_ranges
+from jaxserve.config.ranges import ENGINE_RANGES, MOST, check_ranges
 from jaxserve.config.speculation import check_speculation
 from jaxserve.errors import ConfigError
 
@@ -52,6 +53,18 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "checkpoint says"
         ),
     ] = "auto"
+    revision: Annotated[
+        str | None, Meta(description="branch, tag or commit of the model on the hub; default: its main branch")
+    ] = None
+    tokenizer_path: Annotated[
+        str | None, Meta(description="folder or hub id whose tokenizer is used instead of the model's own")
+    ] = None
+    tokenizer_revision: Annotated[
+        str | None, Meta(description="branch, tag or commit of tokenizer_path on the hub")
+    ] = None
+    download_dir: Annotated[
+        str | None, Meta(description="folder for the files of hub models; default: the cache of huggingface_hub")
+    ] = None
     hf_overrides: Annotated[
         dict[str, Any] | None,
         Meta(description="fields that replace those of the model's config.json, as JSON; vLLM's"),
@@ -172,6 +185,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "512 MiB in all)"
         ),
     ] = None
+    kv_cache_memory_bytes: Annotated[
+        int | None,
+        Meta(
+            description="bytes of each device's memory for the KV cache, instead of what mem_fraction_static leaves, "
+            "such as 4G"
+        ),
+    ] = None
+    num_gpu_blocks_override: Annotated[
+        int | None, Meta(description="pages of the KV cache of whole sequences per rank; max_total_tokens in pages")
+    ] = None
     swa_full_tokens_ratio: Annotated[
         float | None,
         Meta(
@@ -259,6 +282,27 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "128 wait); fcfs: first come, first served; priority: higher `priority` first, preempting lower ones"
         ),
     ] = "lpm"
+    schedule_low_priority_values_first: Annotated[
+        bool, Meta(description="with schedule_policy priority, a lower number is a higher priority, as in vLLM")
+    ] = False
+    default_priority_value: Annotated[int, Meta(description="priority of requests that name none")] = 0
+    disable_priority_preemption: Annotated[
+        bool, Meta(description="with schedule_policy priority, running requests are not retracted for others")
+    ] = False
+    priority_scheduling_preemption_threshold: Annotated[
+        int,
+        Meta(description="how much higher a priority must be, at least, for a running request to be retracted for it"),
+    ] = 1
+    prefill_max_requests: Annotated[
+        int | None, Meta(description="maximum requests whose prompts one step computes, per rank; default: no limit")
+    ] = None
+    retraction_policy: Annotated[
+        Literal["length", "priority"],
+        Meta(
+            description="which running request is retracted first when pages are short; length: the one with fewest "
+            "output tokens; priority: the one of lowest priority, then by length; always with schedule_policy priority"
+        ),
+    ] = "length"
     schedule_conservativeness: Annotated[
         float,
         Meta(description="room kept for the output of running requests; lower starts more, higher retracts fewer"),
@@ -266,6 +310,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     disable_radix_cache: Annotated[bool, Meta(description="disable prefix caching: compute every prompt in full")] = (
         False
     )
+    radix_eviction_policy: Annotated[
+        Literal["lru", "lfu", "priority"],
+        Meta(
+            description="which unused pages of the prefix cache are evicted first; lru: those unused for longest; lfu: "
+            "those used least often; priority: those of requests of lowest priority; then the least recently used"
+        ),
+    ] = "lru"
     enable_hierarchical_cache: Annotated[
         bool, Meta(description="keep pages evicted from the device's KV cache in host memory, and load them on demand")
     ] = False
@@ -420,98 +471,3 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             (self.hicache_ratio, self.hicache_size, self.hicache_write_policy) != (2.0, None, "write_through")
         ):
             raise ConfigError("hicache_ratio, hicache_size and hicache_write_policy need enable_hierarchical_cache")
-
-
-SHARED_SERVER_SETTINGS = frozenset({"chat_template", "escape_marks"})
-"""The settings of the server that `LLM` has too."""
-
-
-class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of the HTTP server. Raises `ConfigError` naming the field and the limit."""
-
-    host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
-    port: Annotated[int, Meta(description="port to listen on; 0 chooses a free one")] = 8000
-    served_model_name: Annotated[
-        str | None, Meta(description="model name in /v1/models and in responses; default: --model as given")
-    ] = None
-    api_key: Annotated[str | None, Meta(description="bearer key required by /v1 and the admin routes")] = None
-    allowed_origins: Annotated[
-        tuple[str, ...],
-        Meta(description="origins whose pages may call this server from a browser (CORS), * for all; default: none"),
-    ] = ()
-    allowed_methods: Annotated[
-        tuple[str, ...], Meta(description="methods that pages of allowed_origins may use, * for all")
-    ] = ("*",)
-    allowed_headers: Annotated[
-        tuple[str, ...], Meta(description="headers that pages of allowed_origins may send, * for all")
-    ] = ("*",)
-    allow_credentials: Annotated[
-        bool, Meta(description="let pages of allowed_origins send cookies and HTTP authentication")
-    ] = False
-    chat_template: Annotated[
-        str | None,
-        Meta(
-            description="chat template to use instead of the model's default one: a Jinja file, or the name of another "
-            "of the model's templates; qwen3_reranker: the model card's form of a query and a document"
-        ),
-    ] = None
-    escape_marks: Annotated[
-        bool, Meta(description="encode special tokens that are spelled in the texts of a conversation as ordinary text")
-    ] = False
-    tool_call_parser: Annotated[
-        str | None,
-        Meta(description="how the model writes calls of tools, such as hermes or mistral; default: its template says"),
-    ] = None
-    reasoning_parser: Annotated[
-        str | None,
-        Meta(description="how the model marks reasoning, such as deepseek_r1; default: its template says"),
-    ] = None
-    keep_billing_header: Annotated[
-        bool,
-        Meta(
-            description="keep a first system block that begins with x-anthropic-billing-header: in /v1/messages, "
-            "though it changes with each request, so that no prompt finds another's prefix in the cache"
-        ),
-    ] = False
-    default_thinking_budget: Annotated[
-        int,
-        Meta(
-            description="tokens of reasoning after which the answer must follow, for chats that name none; -1: no bound"
-        ),
-    ] = -1
-    max_stored_responses: Annotated[
-        int, Meta(description="number of /v1/responses that are kept in memory, to be continued or read by id; 0: none")
-    ] = 1000
-    max_stored_response_bytes: Annotated[
-        int, Meta(description="most bytes of all responses that are kept; the least recently used are forgotten first")
-    ] = 256 * 2**20
-    stored_response_seconds: Annotated[
-        float, Meta(description="seconds for which a response is kept after its last use")
-    ] = 3600.0
-    api_server_count: Annotated[
-        int, Meta(description="number of processes that answer HTTP, on one port; more than 1 need a processor each")
-    ] = 1
-    max_body_bytes: Annotated[int, Meta(description="maximum size of a request body; larger ones are answered 413")] = (
-        16 * 2**20
-    )
-    max_header_bytes: Annotated[
-        int, Meta(description="maximum size of a request's target and headers; larger ones are answered 431")
-    ] = 64 * 2**10
-    request_read_timeout: Annotated[
-        float, Meta(description="seconds a request's headers and body may take to arrive, else it is answered 408")
-    ] = 60.0
-    keep_alive_timeout: Annotated[
-        float, Meta(description="seconds a connection stays open after a response, for the next request")
-    ] = 5.0
-    drain_timeout: Annotated[float, Meta(description="seconds that open requests may take to finish after SIGTERM")] = (
-        30.0
-    )
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"port must be in [0, 65535], got {self.port}")
-        if not self.allowed_origins and (
-            (self.allowed_methods, self.allowed_headers, self.allow_credentials) != (("*",), ("*",), False)
-        ):
-            raise ConfigError("allowed_methods, allowed_headers and allow_credentials need allowed_origins")
-        check_ranges(self, SERVER_RANGES)

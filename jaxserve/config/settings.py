@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import re
 import types
 import typing
 from collections.abc import Mapping
@@ -18,10 +19,12 @@ import msgspec
 
 from jaxserve.config.kv_events import KvEventsConfig
 from jaxserve.config.mappings import read_mapping
-from jaxserve.config.schema import EngineConfig, ServerConfig
+from jaxserve.config.schema import EngineConfig
+from jaxserve.config.server_schema import ServerConfig
 from jaxserve.errors import ConfigError
 
 Config = EngineConfig | ServerConfig
+_SHORT_NUMBER = re.compile(r"(\d+(?:\.\d+)?)([kmgtKMGT])")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,11 +81,15 @@ class Setting:
     def parse(self, text: str | list[str], place: str) -> object:
         """Convert the text of a flag to the field's type. Raise `ConfigError`.
 
-        A list may have spaces or commas between its values, or be JSON as in vLLM.
+        A list may have spaces or commas between its values, or be JSON as in vLLM. A whole number may end with k, m, g
+        or t for thousands, millions and so on, or K, M, G or T for powers of 1024, as in vLLM.
         """
         if isinstance(text, list):
             parts = [part.strip(" \"'") for item in text for part in item.strip().strip("[]").split(",")]
             return self._convert([part for part in parts if part], place, strict=False)
+        if self.kind is int and (short := _SHORT_NUMBER.fullmatch(text)):
+            base = 1000 if short[2].islower() else 1024
+            return int(float(short[1]) * base ** ("kmgt".index(short[2].lower()) + 1))
         return self._convert(text, place, strict=False)
 
     def _convert(self, value: object, place: str, *, strict: bool) -> object:
@@ -123,7 +130,8 @@ def as_key(name: str) -> str:
 
 def _setting(owner: type[Config], field: msgspec.structs.FieldInfo) -> Setting:
     annotated, (meta, *_) = field.type.__origin__, field.type.__metadata__
-    members = typing.get_args(annotated) if isinstance(annotated, types.UnionType) else (annotated,)
+    is_union = typing.get_origin(annotated) in (types.UnionType, typing.Union)
+    members = typing.get_args(annotated) if is_union else (annotated,)
     kinds = [member for member in members if member is not types.NoneType]
     assert len(kinds) == 1, f"{field.name}: a setting has one type, or None"
     assert isinstance(meta, msgspec.Meta), field.name

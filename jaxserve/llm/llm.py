@@ -20,8 +20,9 @@ from jaxserve.api_types import (
 )
 from jaxserve.config.data_parallel import require_single_process
 from jaxserve.config.load import from_arguments
-from jaxserve.config.schema import DEFAULT_MODEL, SHARED_SERVER_SETTINGS, ServerConfig
+from jaxserve.config.schema import DEFAULT_MODEL
 from jaxserve.config.served_checkpoint import read_served_checkpoint
+from jaxserve.config.server_schema import SHARED_SERVER_SETTINGS, ServerConfig
 from jaxserve.engine.client import InProcessEngine, SharedEngine, check_not_forked, is_forked
 from jaxserve.errors import ConfigError, InvalidRequestError
 from jaxserve.llm.generation import OfflineGeneration

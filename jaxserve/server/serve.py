@@ -12,7 +12,8 @@ import sys
 from typing import TYPE_CHECKING
 
 from jaxserve import host
-from jaxserve.config.schema import EngineConfig, ServerConfig
+from jaxserve.config.schema import EngineConfig
+from jaxserve.config.server_schema import ServerConfig
 from jaxserve.errors import ConfigError, JaxserveError
 from jaxserve.server.lifecycle import Lifecycle, log_ready, url_of
 from jaxserve.server.loading import ModelLoader, fetch_model, load_model

@@ -6,7 +6,8 @@ import pytest
 
 from jaxserve.config.explain import as_rows
 from jaxserve.config.load import GivenSetting, from_arguments, load_config
-from jaxserve.config.schema import EngineConfig, ServerConfig
+from jaxserve.config.schema import EngineConfig
+from jaxserve.config.server_schema import ServerConfig
 from jaxserve.errors import ConfigError
 
 

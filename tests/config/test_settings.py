@@ -1,7 +1,8 @@
 import msgspec
 import pytest
 
-from jaxserve.config.schema import EngineConfig, ServerConfig
+from jaxserve.config.schema import EngineConfig
+from jaxserve.config.server_schema import ServerConfig
 from jaxserve.config.settings import as_flag, as_key, settings
 from jaxserve.errors import ConfigError
 

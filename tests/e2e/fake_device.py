@@ -14,7 +14,8 @@ from typing import Any
 from jaxserve.api_types import EngineInfo
 from jaxserve.cli import serve as command
 from jaxserve.cli.common import flags
-from jaxserve.config.schema import EngineConfig, ServerConfig
+from jaxserve.config.schema import EngineConfig
+from jaxserve.config.server_schema import ServerConfig
 from jaxserve.engine.core.loop import EngineLoop
 from jaxserve.engine.process.main import run
 from jaxserve.engine.scheduling.admission import QueueLimits

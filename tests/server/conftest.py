@@ -14,7 +14,8 @@ import httpx
 import openai
 import pytest
 
-from jaxserve.config.schema import EngineConfig, ServerConfig
+from jaxserve.config.schema import EngineConfig
+from jaxserve.config.server_schema import ServerConfig
 from jaxserve.model_source.pooling import ModelTask
 from jaxserve.server.app import make_app
 from jaxserve.server.lifecycle import HttpServer

@@ -10,7 +10,8 @@ import itertools
 import signal
 import sys
 
-from jaxserve.config.schema import EngineConfig, ServerConfig
+from jaxserve.config.schema import EngineConfig
+from jaxserve.config.server_schema import ServerConfig
 from jaxserve.errors import ConfigError
 from jaxserve.observability import log
 from jaxserve.server.loading import EngineSource

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.config.schema import EngineConfig, ServerConfig
+from jaxserve.config.schema import EngineConfig
+from jaxserve.config.server_schema import ServerConfig
 from jaxserve.engine.client import Engine
 from jaxserve.server.loading import load_model
 from tests.server.fake_engine import FakeEngine

@@ -15,7 +15,8 @@ from jaxserve.cli.common.parser import Parser
 from jaxserve.config import aliases
 from jaxserve.config.kv_events import KvEventsConfig
 from jaxserve.config.load import GivenSetting, LoadedConfig, load_config
-from jaxserve.config.schema import SHARED_SERVER_SETTINGS, EngineConfig
+from jaxserve.config.schema import EngineConfig
+from jaxserve.config.server_schema import SHARED_SERVER_SETTINGS
 from jaxserve.config.settings import Setting, as_flag, as_key, settings
 from jaxserve.errors import ConfigError
 from jaxserve.observability import log

@@ -8,7 +8,8 @@ from typing import Any, cast
 
 import msgspec
 
-from jaxserve.config.schema import EngineConfig, ServerConfig
+from jaxserve.config.schema import EngineConfig
+from jaxserve.config.server_schema import ServerConfig
 from jaxserve.engine.client import EngineEndpoint
 from jaxserve.framing import FrameFormat
 from jaxserve.server.siblings import Question

@@ -24,7 +24,8 @@ from typing import Any
 
 from prometheus_client.multiprocess import mark_process_dead
 
-from jaxserve.config.schema import EngineConfig, ServerConfig
+from jaxserve.config.schema import EngineConfig
+from jaxserve.config.server_schema import ServerConfig
 from jaxserve.engine.client import EngineProcesses
 from jaxserve.errors import JaxserveError
 from jaxserve.observability.metrics import FILES_VARIABLE

@@ -15,7 +15,7 @@ import httptools
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from jaxserve.config.schema import ServerConfig
+from jaxserve.config.server_schema import ServerConfig
 from jaxserve.server.errors import HttpError, headers_too_large, invalid_http, request_timed_out
 from jaxserve.server.http.exchange import DISCARD_BYTES, DISCARD_SECONDS
 

@@ -7,7 +7,8 @@ import httpx
 import pytest
 from starlette.routing import Route
 
-from jaxserve.config.schema import EngineConfig, ServerConfig
+from jaxserve.config.schema import EngineConfig
+from jaxserve.config.server_schema import ServerConfig
 from jaxserve.server.admin.schemas import _number_pattern
 from jaxserve.server.app import make_app
 from jaxserve.server.server_state import ServerState

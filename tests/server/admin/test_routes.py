@@ -5,7 +5,8 @@ import asyncio
 import pytest
 
 from jaxserve.config.kv_events import KvEventsConfig
-from jaxserve.config.schema import EngineConfig, ServerConfig
+from jaxserve.config.schema import EngineConfig
+from jaxserve.config.server_schema import ServerConfig
 from jaxserve.server.server_state import ServerState
 from tests.server.conftest import ServerUnderTest, over_asgi
 

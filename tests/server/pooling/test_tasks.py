@@ -7,7 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
-from jaxserve.config.schema import EngineConfig, ServerConfig
+from jaxserve.config.schema import EngineConfig
+from jaxserve.config.server_schema import ServerConfig
 from jaxserve.model_source.pooling import ModelTask
 from jaxserve.server.app import make_app
 from jaxserve.server.server_state import ServerState

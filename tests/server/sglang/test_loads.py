@@ -10,7 +10,8 @@ import msgspec
 import pytest
 
 from jaxserve.api_types import EngineStats, ReplicaStats
-from jaxserve.config.schema import EngineConfig, ServerConfig
+from jaxserve.config.schema import EngineConfig
+from jaxserve.config.server_schema import ServerConfig
 from jaxserve.observability import metrics
 from jaxserve.server.app import make_app
 from jaxserve.server.server_state import ServerState
