@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,7 +13,7 @@ from starlette.testclient import TestClient
 from jaxserve.cli.bench import SUBCOMMANDS
 from jaxserve.cli.common.flags import description
 from jaxserve.cli.main import COMMANDS
-from jaxserve.config import aliases
+from jaxserve.config.other_engines import ForeignFlag, Meaning, foreign_flags, renames
 from jaxserve.config.schema import EngineConfig
 from jaxserve.config.server_schema import ServerConfig
 from jaxserve.config.settings import Config, as_flag, settings
@@ -56,36 +57,34 @@ def flags(owner: type[Config]) -> str:
     rows = []
     for setting in settings().values():
         if setting.owner is owner:
-            others = ", ".join(f"`{as_flag(name)}`" for name in aliases.renames(setting.name))
+            others = ", ".join(f"`{as_flag(name)}`" for name in renames(setting.name))
             choices = f"; one of {', '.join(setting.choices)}" if setting.choices else ""
             rows.append((f"`{setting.flag}`", description(setting) + choices, others))
     return _table(("flag", "meaning", "also written"), rows)
 
 
-def accepted() -> str:
-    """Return the table of the flags of other engines that are accepted."""
+def foreign(*engines: str) -> str:
+    """Return the table of the flags of other engines, but for those that are left out."""
     rows = []
-    for name, alias in aliases.ALIASES.items():
-        if isinstance(alias, aliases.ReadAlias):
-            rows.append((f"`{as_flag(name)} …`", alias.meaning))
-        elif isinstance(alias, aliases.SameAlias):
-            rows.append((f"`{as_flag(name)} …`", f"must be that of `{as_flag(alias.to)}`: {alias.why}"))
-    for name, alias, outcome in _outcomes():
-        if isinstance(outcome, aliases.InForce):
-            rows.append((_flag_and_value(name, alias), outcome.why))
-        elif isinstance(outcome, aliases.Sets):
-            rows.append((_flag_and_value(name, alias), f"sets `{outcome.key}: {str(outcome.value).lower()}`"))
-    return _table(("flag", "because"), rows)
+    for flag in _foreign_flags(*engines):
+        names = ", ".join(f"`{as_flag(name)}`" for name in flag.names)
+        if flag.meaning.answer != "left out":
+            rows.append((names, flag.meaning.answer, _effect(flag.meaning)))
+        meanings: dict[Meaning, list[str]] = {}
+        for value, meaning in flag.known.items():
+            meanings.setdefault(meaning, []).append(f"`{value}`")
+        for meaning, values in meanings.items():
+            rows.append((f"`{as_flag(flag.key)}` {', '.join(values)}", meaning.answer, _effect(meaning)))
+    return _table(("flag", "answer", "here"), rows)
 
 
-def refused() -> str:
-    """Return the table of the flags of other engines that are refused."""
-    rows = [
-        (_flag_and_value(name, alias), outcome.why)
-        for name, alias, outcome in _outcomes()
-        if isinstance(outcome, aliases.RefusedName)
-    ]
-    return _table(("flag", "because"), rows)
+def left_out(*engines: str) -> str:
+    """Return the table of the flags of other engines that nothing here could use, by reason."""
+    by_reason: dict[str, list[str]] = {}
+    for flag in _foreign_flags(*engines):
+        if flag.meaning.answer == "left out":
+            by_reason.setdefault(flag.meaning.reason, []).append(f"`{as_flag(flag.key)}`")
+    return _table(("because", "flags"), ((reason, ", ".join(flags)) for reason, flags in sorted(by_reason.items())))
 
 
 TABLES = {
@@ -94,23 +93,29 @@ TABLES = {
     "routes": routes,
     "engine flags": lambda: flags(EngineConfig),
     "server flags": lambda: flags(ServerConfig),
-    "accepted": accepted,
-    "refused": refused,
+    "vllm flags": lambda: foreign("vllm", "both"),
+    "vllm left out": lambda: left_out("vllm", "both"),
+    "sglang flags": lambda: foreign("sglang", "both"),
+    "sglang left out": lambda: left_out("sglang", "both"),
+    "older flags": lambda: foreign("older"),
 }
 
 
-def _outcomes() -> Iterable[tuple[str, str | None, aliases.Outcome]]:
-    """Yield flag, value and outcome of every flag of another engine; of a switch only the form `--flag`."""
-    for name, alias in aliases.ALIASES.items():
-        if isinstance(alias, aliases.SwitchAlias):
-            yield name, None, alias.on
-        elif isinstance(alias, aliases.ChoiceAlias):
-            yield from ((name, value, outcome) for value, outcome in alias.known.items())
-            yield name, "…", alias.other
+def _foreign_flags(*engines: str) -> list[ForeignFlag]:
+    flags = {flag.key: flag for flag in foreign_flags().values() if flag.engine in engines}
+    return sorted(flags.values(), key=lambda flag: flag.key)
 
 
-def _flag_and_value(name: str, value: str | None) -> str:
-    return f"`{as_flag(name)}`" if value is None else f"`{as_flag(name)} {value}`"
+def _effect(meaning: Meaning) -> str:
+    if meaning.values:
+        text = ", ".join(f"`{name}: {json.dumps(value)}`" for name, value in meaning.values.items())
+        return f"sets {text}" + (f": {meaning.reason}" if meaning.reason else "")
+    kind, _, name = meaning.sets.rpartition(" ")
+    if kind == "same":
+        return f"must be that of `{as_flag(name)}`: {meaning.reason}"
+    if meaning.answer == "taken" and not kind and name:
+        return f"`{as_flag(name)}`" + (f": {meaning.reason}" if meaning.reason else "")
+    return meaning.reason or "a mapping, by its keys"
 
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:

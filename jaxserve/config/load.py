@@ -1,20 +1,21 @@
 """Builds the two configuration structs from flags, a YAML file, or arguments of `LLM`.
 
 Flags override YAML, and YAML overrides the defaults. This module records where each value came from, and makes the
-notes about other engines' names. The schema checks ranges, and `aliases` defines what a foreign name means.
+notes about other engines' names. The schema checks ranges, and `other_engines` defines what a foreign name means.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import yaml
 
-from jaxserve.config import aliases
+from jaxserve.config.mappings import read_mapping
 from jaxserve.config.nearest import nearest
+from jaxserve.config.other_engines import READERS, foreign_flags
 from jaxserve.config.schema import EngineConfig
 from jaxserve.config.server_schema import ServerConfig
 from jaxserve.config.settings import Setting, as_key, settings
@@ -22,12 +23,16 @@ from jaxserve.errors import ConfigError
 
 Source = Literal["default", "yaml", "flag", "argument"]
 
+# How `other_engines.tsv` begins what a flag sets, if it isn't a setting.
+_SAME, _READ = "same ", "read "
+
 
 @dataclasses.dataclass(frozen=True)
 class GivenSetting:
     """One setting as a person wrote it. `place` is where: `--max-num-seqs`, `cpu.yaml:4: max_num_seqs`.
 
-    The value of a flag is text, a list of texts, or a bool; values from YAML and arguments have their own type.
+    The value of a flag is text, a list of texts, or a bool, or of any type in a mapping; values from YAML and arguments
+    have their own type.
     """
 
     key: str
@@ -103,7 +108,7 @@ def _value_of(loader: yaml.SafeLoader, node: yaml.Node, place: str) -> object:
 
 
 def _by_setting(givens: Iterable[GivenSetting], notes: list[str]) -> dict[str, SettingValue]:
-    """Return the values of one source by the setting's name.
+    """Return the values of one source by the setting's name, those that must be the same as another under `same NAME`.
 
     If a flag is repeated under one name, the last counts; different values under two names are an error.
     """
@@ -113,27 +118,16 @@ def _by_setting(givens: Iterable[GivenSetting], notes: list[str]) -> dict[str, S
             raise ConfigError(f"{given.place} is a duplicate of {last[given.key].place}; keep one")
         last[given.key] = given
     found: dict[str, SettingValue] = {}
-    for given in (part for whole in last.values() for part in _parts(whole)):
-        value = _value(given, notes)
-        if value is None:
-            continue
-        name = given.key if given.key in _SAME else value.setting.name
-        other = found.get(name)
-        if other is not None and other.value != value.value:
-            raise ConfigError(
-                f"{given.place} and {other.place} both set {name}, to {value.value!r} and {other.value!r}; keep one"
-            )
-        found[name] = value
+    for given in last.values():
+        for name, value in _values(given, notes):
+            other = found.get(name)
+            if other is not None and other.value != value.value:
+                raise ConfigError(
+                    f"{value.place} and {other.place} both set {value.setting.name}, to {value.value!r} and "
+                    f"{other.value!r}; keep one"
+                )
+            found[name] = value
     return found
-
-
-def _parts(given: GivenSetting) -> list[GivenSetting]:
-    """Return the settings that the value of `given` holds, or else `given` alone. Raise `ConfigError`."""
-    alias = aliases.ALIASES.get(given.key)
-    if not isinstance(alias, aliases.ReadAlias):
-        return [given]
-    parts = alias.read(given.value, given.place)
-    return [GivenSetting(key, value, given.source, f"{given.place}: {key}") for key, value in parts.items()]
 
 
 def _set_implied_method(found: dict[str, SettingValue], notes: list[str]) -> None:
@@ -150,54 +144,76 @@ def _set_implied_method(found: dict[str, SettingValue], notes: list[str]) -> Non
         del found["speculative_model"]
 
 
-_SAME = {name: alias for name, alias in aliases.ALIASES.items() if isinstance(alias, aliases.SameAlias)}
-
-
 def _check_same(found: dict[str, SettingValue]) -> None:
-    for name, alias in _SAME.items():
-        if name in found:
-            given = found.pop(name)
-            ours = found[alias.to].value if alias.to in found else given.setting.default
-            if given.value != ours:
-                raise ConfigError(f"{given.place} must be {alias.to}={ours}, got {given.value}: {alias.why}")
+    for name in [name for name in found if name.startswith(_SAME)]:
+        given, to = found.pop(name), name.removeprefix(_SAME)
+        ours = found[to].value if to in found else given.setting.default
+        if given.value != ours:
+            why = foreign_flags()[given.alias or to].meaning.reason
+            raise ConfigError(f"{given.place} must be {to}={ours}, got {given.value}: {why}")
 
 
-def _value(given: GivenSetting, notes: list[str]) -> SettingValue | None:
-    """Return the value that `given` sets, or None if its effect always holds. Raise `ConfigError`."""
-    alias = aliases.ALIASES.get(given.key)
-    if alias is None:
-        setting = settings().get(given.key)
-        if setting is None:
-            renames = (name for name, alias in aliases.ALIASES.items() if isinstance(alias, aliases.RenameAlias))
-            hint = nearest(given.key, {*settings(), *renames}) or "; `jaxserve config explain` lists all settings"
-            raise ConfigError(f"{given.place} is not a known setting{hint}")
-        return SettingValue(setting, _converted(setting, given), given.source, given.place)
-    if isinstance(alias, aliases.RenameAlias | aliases.SameAlias):
-        setting = settings()[alias.to]
-        return SettingValue(setting, _converted(setting, given), given.source, given.place, given.key)
-    assert not isinstance(alias, aliases.ReadAlias), f"{given.place}: its parts are read first"
-    match aliases.outcome(alias, given.value, given.place):
-        case aliases.RefusedName(why):
-            raise ConfigError(f"{_with_value(given)} is refused: {why}")
-        case aliases.InForce(why):
-            notes.append(f"{_with_value(given)}: {why}")
-            return None
-        case aliases.Sets(key, value):
-            notes.append(f"{_with_value(given)}: sets {key}={value}")
-            return SettingValue(settings()[key], value, given.source, given.place, given.key)
+def _values(given: GivenSetting, notes: list[str], alias: str | None = None) -> Iterator[tuple[str, SettingValue]]:
+    """Yield the settings that `given` sets, by name; none if its effect always holds. Raise `ConfigError`.
+
+    `alias` is another engine's name under which it was written.
+    """
+    key, value, source, place = given.key, given.value, given.source, given.place
+    flag = foreign_flags().get(key)
+    if flag is None:
+        yield key, SettingValue(_known(given), _converted(_known(given), given), source, place, alias)
+        return
+    meaning = flag.with_value(value, place)
+    if meaning is None:
+        return
+    if meaning.answer in ("refused", "left out"):
+        raise ConfigError(f"{_with_value(given)} is refused: {meaning.reason}")
+    if meaning.answer in ("in force", "by design"):
+        notes.append(f"{_with_value(given)}: {meaning.reason}")
+    elif fixed := meaning.values:
+        if key not in settings():
+            notes.append(f"{_with_value(given)}: sets {', '.join(f'{name}={it}' for name, it in fixed.items())}")
+        for name, it in fixed.items():
+            yield name, SettingValue(settings()[name], it, source, place, None if name == key else alias or key)
+    elif meaning.sets == "":
+        for name, it in read_mapping(value, place, '{"key": "value"}').items():
+            part = f"{flag.key}.{name}"
+            if part not in foreign_flags():
+                keys = [each.split(".")[1] for each in foreign_flags() if each.startswith(f"{flag.key}.")]
+                raise ConfigError(f"{place}: {name} is not a known key{nearest(str(name), keys)}")
+            if it is not None:
+                yield from _values(GivenSetting(part, it, source, f"{place}: {name}"), notes)
+    elif meaning.sets.startswith(_READ):
+        for name, it in READERS[meaning.sets.removeprefix(_READ)](value, place).items():
+            yield name, SettingValue(settings()[name], it, source, place, key)
+    elif meaning.sets.startswith(_SAME):
+        setting = settings()[meaning.sets.removeprefix(_SAME)]
+        yield meaning.sets, SettingValue(setting, _converted(setting, given), source, place, key)
+    elif meaning.sets == key:
+        yield key, SettingValue(settings()[key], _converted(settings()[key], given), source, place, alias)
+    else:
+        yield from _values(dataclasses.replace(given, key=meaning.sets), notes, alias or key)
+
+
+def _known(given: GivenSetting) -> Setting:
+    setting = settings().get(given.key)
+    if setting is None:
+        hint = nearest(given.key, {*settings(), *foreign_flags()}) or "; `jaxserve config explain` lists all settings"
+        raise ConfigError(f"{given.place} is not a known setting{hint}")
+    return setting
 
 
 def _converted(setting: Setting, given: GivenSetting) -> object:
-    counterpart = aliases.COUNTERPARTS.get(setting.name, {}).get(str(given.value).lower())
-    if counterpart is not None:
-        raise ConfigError(f"{_with_value(given)} is refused: {counterpart}")
-    same = aliases.SYNONYMS.get(setting.name, {}).get(str(given.value).lower())
-    if same is not None:
-        return same
-    if given.source == "flag" and (isinstance(given.value, str) or setting.is_list):
-        assert isinstance(given.value, str | list)
-        return setting.parse(given.value, given.place)
-    return setting.convert(given.value, given.place)
+    value = given.value
+    if setting.choices and str(value).lower() in setting.choices:
+        return str(value).lower()
+    if given.source == "flag" and (isinstance(value, str) or (isinstance(value, list) and _are_texts(value))):
+        return setting.parse([value] if setting.is_list and isinstance(value, str) else value, given.place)
+    return setting.convert(value, given.place)
+
+
+def _are_texts(values: list[Any]) -> bool:
+    return all(isinstance(value, str) for value in values)
 
 
 def _with_value(given: GivenSetting) -> str:

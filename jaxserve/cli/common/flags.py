@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.cli.common.parser import Parser
-from jaxserve.config import aliases
+from jaxserve.cli.common.plain_form import in_plain_form
 from jaxserve.config.kv_events import KvEventsConfig
 from jaxserve.config.load import GivenSetting, LoadedConfig, load_config
+from jaxserve.config.other_engines import foreign_flags, renames
 from jaxserve.config.schema import EngineConfig
 from jaxserve.config.server_schema import SHARED_SERVER_SETTINGS
 from jaxserve.config.settings import Setting, as_flag, as_key, settings
@@ -27,6 +28,7 @@ logger = logging.getLogger(__name__)
 def add_settings(parser: Parser, *, hidden: Collection[str] = (), only: Collection[str] | None = None) -> None:
     """Add a flag for every setting, or for those in `only`, under all its names except those in `hidden`."""
     parser.set_defaults(given=())
+    parser.rewrite = in_plain_form
     parser.add_argument(
         "--config",
         type=Path,
@@ -39,13 +41,16 @@ def add_settings(parser: Parser, *, hidden: Collection[str] = (), only: Collecti
         if only is not None and setting.name not in only:
             continue
         group = engine if setting.owner is EngineConfig else server
-        names = [name for name in (setting.name, *aliases.renames(setting.name)) if name not in hidden]
+        names = [name for name in (setting.name, *renames(setting.name)) if name not in hidden]
         _add(group, setting, names)
-    for name, alias in aliases.ALIASES.items() if only is None else ():
-        if isinstance(alias, aliases.SwitchAlias):
+    for name, flag in foreign_flags().items() if only is None else ():
+        if flag.meaning.sets in settings() or name in settings() or "." in name or name in hidden:
+            continue
+        if flag.kind == "switch":
             _add_switch(parser, [name], argparse.SUPPRESS)
-        elif not isinstance(alias, aliases.RenameAlias):
-            parser.add_argument(*_options(name), action=_RecordGiven, help=argparse.SUPPRESS)
+        else:
+            number = "+" if flag.kind == "list" else None
+            parser.add_argument(*_options(name), action=_RecordGiven, nargs=number, help=argparse.SUPPRESS)
 
 
 def add_model(parser: Parser) -> None:
@@ -107,7 +112,7 @@ def _add_switch(group: argparse._ActionsContainer, names: list[str], text: str) 
 
 
 def _options(name: str) -> list[str]:
-    return [as_flag(name), f"-{name}"] if len(name) == 2 else [as_flag(name)]
+    return [as_flag(name), f"-{name}"] if len(name) in (2, 3) else [as_flag(name)]
 
 
 def _metavar(setting: Setting) -> str:

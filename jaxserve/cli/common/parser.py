@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from jaxserve.config.nearest import nearest
@@ -18,17 +18,21 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """An `ArgumentParser` whose `parse` raises `ConfigError` for every user error."""
+    """An `ArgumentParser` whose `parse` raises `ConfigError` for every user error.
+
+    `rewrite` changes the form of the arguments before they are parsed.
+    """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, formatter_class=_HelpFormatter, **options)
+        self.rewrite: Callable[[Sequence[str]], Sequence[str]] = list
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message} (see `{self.prog} --help`)")
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
         """Return the parsed arguments. Raises `ConfigError`, also for unknown ones."""
-        arguments, extra = self.parse_known_args(argv)
+        arguments, extra = self.parse_known_args(self.rewrite(argv))
         if not extra:
             return arguments
         name = next((item for item in extra if item.startswith("-")), extra[0]).split("=")[0]

@@ -4,15 +4,16 @@ import pytest
 
 from jaxserve.cli import serve
 from jaxserve.cli.common import flags
-from jaxserve.config.aliases import ALIASES, Alias, RenameAlias, SwitchAlias
 from jaxserve.config.load import LoadedConfig
-from jaxserve.config.schema import EngineConfig
-from jaxserve.config.settings import as_flag, settings
+from jaxserve.config.other_engines import ForeignFlag, foreign_flags
+from jaxserve.config.settings import Setting, as_flag, settings
 from jaxserve.observability import log
+
+PARSER = serve.parser()
 
 
 def loaded(*argv: str) -> LoadedConfig:
-    return flags.config_from_arguments(serve.parser().parse(argv))
+    return flags.config_from_arguments(PARSER.parse(argv))
 
 
 EXAMPLES = {bool: None, int: "16", float: "0.5", str: "text"}
@@ -42,28 +43,69 @@ VALUES = {
     "prompt_lookup_min": "3",
     "kv_events_config": '{"publisher": "zmq"}',
     "hf_overrides": '{"num_labels": 1}',
+    "ssl_cert_reqs": "1",
+    "metrics_prefix": "vllm",
 }
+
+
+def example(setting: Setting) -> list[str]:
+    if setting.is_switch:
+        return []
+    if setting.choices:
+        return [setting.choices[0]]
+    return [VALUES.get(setting.name, EXAMPLES.get(setting.kind, '{"a": 1}' if setting.is_mapping else "16"))]
 
 
 @pytest.mark.parametrize("name", list(settings()))
 def test_every_setting_has_a_flag(name: str) -> None:
     setting = settings()[name]
-    text = setting.choices[0] if setting.choices else VALUES.get(name, EXAMPLES.get(setting.kind, "16"))
-    argv = [setting.flag] if text is None else [setting.flag, text]
     needed = NEEDS.get(name, [])
-    given = [value.setting for value in loaded(*argv, *needed).values if value.source == "flag"]
+    given = [
+        value.setting for value in loaded(setting.flag, *example(setting), *needed).values if value.source == "flag"
+    ]
     assert setting in given
     assert len(given) == 1 + len(needed)
 
 
+TAKEN = [
+    (name, flag) for name, flag in foreign_flags().items() if flag.meaning.sets in settings() and name not in settings()
+]
+
+
+@pytest.mark.parametrize(("name", "flag"), TAKEN, ids=[name for name, _ in TAKEN])
+def test_every_other_name_sets_our_setting(name: str, flag: ForeignFlag) -> None:
+    setting = settings()[flag.meaning.sets]
+    values = example(setting)
+    is_fixed = bool(values) and values[0].lower() in flag.known
+    mapping, *key = name.split(".")
+    got = loaded(".".join([as_flag(mapping), *key]), *values, *NEEDS.get(setting.name, []))
+    assert is_fixed or [value.alias for value in got.values if value.setting == setting] == [name]
+
+
 def test_every_name_of_the_table_is_a_flag() -> None:
-    known = set(serve.parser()._option_string_actions)
-    for name, alias in ALIASES.items():
-        assert as_flag(name) in known
-        renames_a_switch = isinstance(alias, RenameAlias) and isinstance(getattr(EngineConfig(), alias.to, None), bool)
-        is_switch = isinstance(alias, SwitchAlias) or renames_a_switch
-        assert (f"--no-{name.replace('_', '-')}" in known) == is_switch
-        assert isinstance(alias, Alias)
+    known = set(PARSER._option_string_actions)
+    for name, flag in foreign_flags().items():
+        if "." not in name:
+            assert as_flag(name) in known, name
+            assert (f"--no-{name.replace('_', '-')}" in known) == (flag.kind == "switch"), name
+
+
+FIXED = [
+    (flag, value)
+    for flag in {flag.key: flag for flag in foreign_flags().values()}.values()
+    for value, meaning in flag.known.items()
+    if meaning.answer == "taken" and "." not in flag.key
+]
+
+
+@pytest.mark.parametrize(("flag", "value"), FIXED, ids=[f"{flag.key}={value}" for flag, value in FIXED])
+def test_every_value_of_the_table_sets_what_it_says(flag: ForeignFlag, value: str) -> None:
+    expected = flag.known[value].values
+    word = [f"--no-{as_flag(flag.key)[2:]}"] if value == "off" else [as_flag(flag.key), value]
+    needed = [part for name in expected for part in NEEDS.get(name, []) if part.split("=")[0][2:] not in expected]
+    if expected.get("speculative_method") == "draft":
+        needed.append("--speculative-model=small")
+    assert expected.items() <= {value.setting.name: value.value for value in loaded(*word, *needed).values}.items()
 
 
 def test_switches_come_in_pairs() -> None:

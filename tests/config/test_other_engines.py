@@ -1,17 +1,11 @@
+import ast
+from pathlib import Path
+
 import pytest
 
-from jaxserve.config.aliases import (
-    ALIASES,
-    COUNTERPARTS,
-    ChoiceAlias,
-    InForce,
-    RefusedName,
-    RenameAlias,
-    Sets,
-    SwitchAlias,
-)
 from jaxserve.config.load import GivenSetting, load_config
-from jaxserve.config.settings import as_flag, settings
+from jaxserve.config.other_engines import READERS, ForeignFlag, Meaning, foreign_flags
+from jaxserve.config.settings import as_flag, as_key, settings
 from jaxserve.errors import ConfigError
 
 
@@ -19,37 +13,76 @@ def flag(key: str, value: object) -> GivenSetting:
     return GivenSetting(key, value, "flag", as_flag(key))
 
 
-def outcomes() -> list[InForce | Sets | RefusedName]:
-    found: list[InForce | Sets | RefusedName] = []
-    for alias in ALIASES.values():
-        if isinstance(alias, SwitchAlias):
-            found += [alias.on, alias.off]
-        elif isinstance(alias, ChoiceAlias):
-            found += [alias.other, *alias.known.values()]
-    return found
+FLAGS = tuple({flag.key: flag for flag in foreign_flags().values()}.values())
+PEERS = Path(__file__).parents[3] / "shared" / "peers"
+needs_peers = pytest.mark.skipif(not PEERS.is_dir(), reason="../shared is not here")
 
 
-def test_no_alias_hides_a_setting() -> None:
-    assert not set(ALIASES) & set(settings())
+def meanings() -> list[tuple[ForeignFlag, Meaning]]:
+    return [(flag, meaning) for flag in FLAGS for meaning in (flag.meaning, *flag.known.values())]
 
 
-def test_aliases_refer_to_existing_settings() -> None:
-    assert {alias.to for alias in ALIASES.values() if isinstance(alias, RenameAlias)} <= set(settings())
-    for outcome in outcomes():
-        if isinstance(outcome, Sets):
-            settings()[outcome.key].convert(outcome.value, outcome.key)
+def test_what_is_taken_sets_something_that_exists() -> None:
+    for flag, meaning in meanings():
+        if meaning.answer != "taken":
+            assert meaning.sets == "", flag.key
+        elif meaning.values:
+            for name, value in meaning.values.items():
+                settings()[name].convert(value, flag.key)
+        elif meaning.sets.startswith("read "):
+            assert meaning.sets.removeprefix("read ") in READERS
+        elif meaning.sets:
+            name = meaning.sets.removeprefix("same ")
+            assert name in settings() or name in foreign_flags(), flag.key
+        else:
+            assert flag.kind == "mapping", flag.key
 
 
-def test_counterparts_are_not_valid_values() -> None:
-    for name, values in COUNTERPARTS.items():
-        assert not set(values) & set(settings()[name].choices)
+def test_a_flag_of_our_own_name_is_taken_as_ours() -> None:
+    for flag in FLAGS:
+        for name in {*flag.names} & {*settings()}:
+            assert (flag.key, flag.meaning.sets) == (name, name)
 
 
-def test_every_reason_is_one_line() -> None:
-    for outcome in outcomes():
-        if not isinstance(outcome, Sets):
-            assert outcome.why
-            assert "\n" not in outcome.why
+def test_a_switch_that_sets_several_things_says_what_its_contrary_is() -> None:
+    for flag in FLAGS:
+        if flag.kind == "switch" and any(type(value) is not bool for value in flag.meaning.values.values()):
+            assert "off" in flag.known, flag.key
+
+
+def test_keys_belong_to_mappings() -> None:
+    for flag in FLAGS:
+        if "." in flag.key:
+            assert foreign_flags()[flag.key.split(".")[0]].kind == "mapping"
+
+
+def test_every_other_answer_has_a_reason_of_one_line() -> None:
+    for flag, meaning in meanings():
+        if meaning.answer != "taken":
+            assert meaning.reason, flag.key
+            assert len(meaning.reason) <= 200
+            assert not meaning.reason.endswith(".")
+
+
+def names_of(engine: str) -> list[list[str]]:
+    """Return the names of each flag in the file of an engine, without `--no-`."""
+    [path] = PEERS.glob(f"flags-{engine}-*.tsv")
+    rows = [line.split("\t") for line in path.read_text(encoding="utf-8").splitlines()[1:]]
+    flags = [[*row[0].split(","), *(ast.literal_eval(row[1]) if row[1].startswith("[") else ())] for row in rows]
+    return [[as_key(name) for name in names if not name.startswith("--no-")] for names in flags]
+
+
+@needs_peers
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_every_flag_of_another_engine_has_an_answer(engine: str) -> None:
+    answers = []
+    for names in names_of(engine):
+        [flag] = {id(flag): flag for flag in map(foreign_flags().get, names)}.values()
+        assert flag is not None, names
+        assert flag.engine in (engine, "both"), names
+        answers.append(flag.meaning.answer)
+    usable = [answer for answer in answers if answer != "left out"]
+    assert 2 * sum(answer in ("taken", "in force") for answer in usable) >= len(usable)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +124,8 @@ def test_a_rename_sets_our_setting(written: str, value: object, ours: str, expec
         ("priority_scheduling", False),
         ("disable_log_stats", False),
         ("pp_async_batch_depth", "0"),
-        ("enable_dynamic_chunking", False),
+        ("attention_backend", "fa3"),
+        ("attention_backend", "FLASHINFER"),
     ],
 )
 def test_a_flag_in_force_changes_nothing_and_makes_a_note(key: str, value: object) -> None:
@@ -112,8 +146,6 @@ def test_a_flag_in_force_changes_nothing_and_makes_a_note(key: str, value: objec
         ("enable_dynamic_chunking", True, "--chunked-prefill-size tokens"),
         ("speculative_method", "medusa", "not supported"),
         ("trust_remote_code", True, "never run"),
-        ("attention_backend", "fa3", "--attention-backend auto"),
-        ("attention_backend", "FLASHINFER", "--attention-backend auto"),
         ("dtype", "half", "bfloat16"),
     ],
 )
@@ -144,9 +176,13 @@ def test_what_a_model_is_for(key: str, value: object, expected: tuple[str, str, 
 @pytest.mark.parametrize(
     ("key", "value", "says"),
     [
-        ("task", "transcription", "--task must be one of auto, generate, embed"),
-        ("pooler_config", '{"pooling_type": "STEP"}', "pooling_type=STEP is not supported; LAST, MEAN, CLS, ALL are"),
-        ("pooler_config", '{"normalize": true}', "normalize=True is refused: a request says"),
+        ("task", "transcription", "--task transcription is refused: a model is for generate, embed"),
+        (
+            "pooler_config",
+            '{"pooling_type": "STEP"}',
+            "pooling_type STEP is refused: LAST, MEAN",
+        ),
+        ("pooler_config", '{"normalize": true}', "normalize is refused: a request says"),
         ("pooler_config", '{"poling_type": "LAST"}', "did you mean"),
         ("hf_overrides", "[1]", "--hf-overrides must be a mapping, got \\[1\\]"),
         ("hf_overrides", "{", "--hf-overrides is not valid JSON"),
