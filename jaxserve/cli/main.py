@@ -22,6 +22,7 @@ COMMANDS = {
     "pull": "download a model into the cache ahead of time",
     "doctor": "watch a running server and advise which settings to change",
     "bench": "measure servers and engines: latency and throughput, and where the time goes",
+    "translate": "turn a command line of vLLM or SGLang into one of jaxserve",
     "config": "show the value of every setting and where it comes from",
 }
 

@@ -119,7 +119,7 @@ def _by_setting(givens: Iterable[GivenSetting], notes: list[str]) -> dict[str, S
         last[given.key] = given
     found: dict[str, SettingValue] = {}
     for given in last.values():
-        for name, value in _values(given, notes):
+        for name, value in settings_of(given, notes):
             other = found.get(name)
             if other is not None and other.value != value.value:
                 raise ConfigError(
@@ -153,7 +153,7 @@ def _check_same(found: dict[str, SettingValue]) -> None:
             raise ConfigError(f"{given.place} must be {to}={ours}, got {given.value}: {why}")
 
 
-def _values(given: GivenSetting, notes: list[str], alias: str | None = None) -> Iterator[tuple[str, SettingValue]]:
+def settings_of(given: GivenSetting, notes: list[str], alias: str | None = None) -> Iterator[tuple[str, SettingValue]]:
     """Yield the settings that `given` sets, by name; none if its effect always holds. Raise `ConfigError`.
 
     `alias` is another engine's name under which it was written.
@@ -182,7 +182,7 @@ def _values(given: GivenSetting, notes: list[str], alias: str | None = None) -> 
                 keys = [each.split(".")[1] for each in foreign_flags() if each.startswith(f"{flag.key}.")]
                 raise ConfigError(f"{place}: {name} is not a known key{nearest(str(name), keys)}")
             if it is not None:
-                yield from _values(GivenSetting(part, it, source, f"{place}: {name}"), notes)
+                yield from settings_of(GivenSetting(part, it, source, f"{place}: {name}"), notes)
     elif meaning.sets.startswith(_READ):
         for name, it in READERS[meaning.sets.removeprefix(_READ)](value, place).items():
             yield name, SettingValue(settings()[name], it, source, place, key)
@@ -192,7 +192,7 @@ def _values(given: GivenSetting, notes: list[str], alias: str | None = None) -> 
     elif meaning.sets == key:
         yield key, SettingValue(settings()[key], _converted(settings()[key], given), source, place, alias)
     else:
-        yield from _values(dataclasses.replace(given, key=meaning.sets), notes, alias or key)
+        yield from settings_of(dataclasses.replace(given, key=meaning.sets), notes, alias or key)
 
 
 def _known(given: GivenSetting) -> Setting:

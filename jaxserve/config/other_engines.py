@@ -92,11 +92,9 @@ class ForeignFlag:
 @functools.cache
 def foreign_flags() -> Mapping[str, ForeignFlag]:
     """Return the table by every name of every flag, as a key."""
-    text = resources.files("jaxserve.config").joinpath("other_engines.tsv").read_text(encoding="utf-8")
-    lines = [line for line in csv.reader(text.splitlines(), delimiter="\t", quoting=csv.QUOTE_NONE) if line]
     known: dict[str, dict[str, Meaning]] = {}
     main: dict[str, tuple[list[str], Kind]] = {}
-    for line in lines[1:]:
+    for line in _lines("other_engines.tsv"):
         _, flags, value, answer, sets, _, reason = line
         assert answer in get_args(Answer), line
         key = _key(flags.split(",")[0])
@@ -118,6 +116,25 @@ def foreign_flags() -> Mapping[str, ForeignFlag]:
         assert not found.keys() & set(names), names
         found |= dict.fromkeys(names, made)
     return types.MappingProxyType(found)
+
+
+@dataclasses.dataclass(frozen=True)
+class ForeignVariable:
+    """An environment variable of another engine, or a family of them if its name has a `*`. `sets` names settings of
+    ours that get its value, or is `keep` if the variable means the same here."""
+
+    name: str
+    answer: Answer
+    sets: str
+    reason: str
+
+
+@functools.cache
+def environment_variables() -> tuple[ForeignVariable, ...]:
+    """Return the environment variables of other engines, from `other_environments.tsv`; exact names come first."""
+    lines = _lines("other_environments.tsv")
+    found = [ForeignVariable(name, cast(Answer, answer), sets, reason) for _, name, answer, sets, reason in lines]
+    return tuple(sorted(found, key=lambda row: "*" in row.name))
 
 
 def renames(setting: str) -> list[str]:
@@ -146,6 +163,11 @@ def read_num_draft_tokens(value: object, place: str) -> dict[str, object]:
 READERS: Mapping[str, Callable[[object, str], Mapping[str, Any]]] = types.MappingProxyType(
     {"num_draft_tokens": read_num_draft_tokens}
 )
+
+
+def _lines(file: str) -> list[list[str]]:
+    text = resources.files("jaxserve.config").joinpath(file).read_text(encoding="utf-8")
+    return list(csv.reader(text.splitlines()[1:], delimiter="\t", quoting=csv.QUOTE_NONE))
 
 
 def _key(flag: str) -> str:

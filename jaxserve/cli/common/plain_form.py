@@ -38,7 +38,7 @@ def in_plain_form(argv: Sequence[str]) -> list[str]:
                 found += [flag, ""]
             _merge(mappings.setdefault(flag, {}), inner)
         elif name.startswith("--"):
-            found.append(as_flag(as_key(name)) + dot + keys + equals + value)
+            found.append(name.replace("_", "-") + dot + keys + equals + value)
         else:
             found.append(item)
     for flag, mapping in mappings.items():

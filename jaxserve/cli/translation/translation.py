@@ -1,0 +1,249 @@
+"""Translates the start of another engine's server into a command line of ours, with a reason for what is left out."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Literal
+
+import msgspec
+
+from jaxserve.cli.common.plain_form import in_plain_form
+from jaxserve.cli.translation.launch import Engine, Launch
+from jaxserve.config.load import GivenSetting, LoadedConfig, SettingValue, load_config, settings_of
+from jaxserve.config.nearest import nearest
+from jaxserve.config.other_engines import environment_variables, foreign_flags
+from jaxserve.config.settings import as_flag, as_key, settings
+from jaxserve.errors import ConfigError
+
+Answer = Literal["note", "refused"]
+
+_NAMES: Mapping[Engine, str] = {"vllm": "vLLM", "sglang": "SGLang"}
+_DEFAULT_PORTS: Mapping[Engine, int] = {"vllm": 8000, "sglang": 30000}
+_DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
+_PATHS = (
+    "model", "tokenizer_path", "speculative_model", "chat_template", "download_dir", "generation_config",
+    "ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "uds",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A part of the command that is changed, added or left out, and why."""
+
+    written: str
+    answer: Answer
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Translation:
+    """The same server in jaxserve: environment variables, arguments of `jaxserve serve`, and what was changed."""
+
+    environment: Mapping[str, str]
+    arguments: tuple[str, ...]
+    parts: tuple[Part, ...]
+
+    @property
+    def refused(self) -> list[Part]:
+        """The parts without a counterpart."""
+        return [part for part in self.parts if part.answer == "refused"]
+
+
+def translate(launch: Launch) -> Translation:
+    """Return what starts the same server here. Parts without a counterpart are left out, with the reason."""
+    parts: list[Part] = []
+    found: dict[str, SettingValue] = {}
+    environment = _environment(launch, found, parts)
+    config: list[str] = []
+    for given in _given(launch, config, parts):
+        notes: list[str] = []
+        written = _written(given)
+        try:
+            for name, value in settings_of(given, notes):
+                if not name.startswith("same "):
+                    found[name] = value
+        except ConfigError as error:
+            parts.append(Part(written, "refused", str(error).removeprefix(f"{written} is refused: ")))
+        parts += [Part(written, "note", note.removeprefix(f"{written}: ")) for note in notes]
+    _add_defaults(launch, found, parts)
+    if launch.container is not None:
+        _leave_container(launch, found, environment, parts)
+    if launch.before:
+        parts.append(Part(" ".join(launch.before), "note", "stands before the command; put it there again if needed"))
+    arguments = (*_arguments(found), *config)
+    try:
+        check(found)
+    except ConfigError as error:
+        parts.append(Part("all together", "refused", str(error)))
+    return Translation(environment, arguments, tuple(parts))
+
+
+def check(found: Mapping[str, SettingValue]) -> LoadedConfig:
+    """Return the configuration of these settings. Raises `ConfigError` if they don't go together."""
+    return load_config(
+        GivenSetting(name, msgspec.to_builtins(value.value), "argument", value.place)
+        for name, value in found.items()
+        if value.value is not None
+    )
+
+
+def _given(launch: Launch, config: list[str], parts: list[Part]) -> Iterator[GivenSetting]:
+    """Yield the settings of the arguments as they are written; add those of `--config` to `config`."""
+    words = list(in_plain_form(launch.arguments))
+    while words:
+        word = words.pop(0)
+        if not word.startswith("-") or _is_number(word):
+            yield GivenSetting("model", word, "flag", "MODEL")
+            continue
+        name, equals, value = word.partition("=")
+        key = as_key(name)
+        if key == "config" and (equals or words):
+            path = value if equals else words.pop(0)
+            config += ["--config", path]
+            parts.append(Part(f"--config {path}", "note", "its keys may be the other engine's names"))
+            continue
+        kind = _kind(key)
+        if kind is None and _kind(key.removeprefix("no_")) == "switch":
+            yield GivenSetting(key.removeprefix("no_"), False, "flag", name)
+        elif kind == "switch":
+            yield GivenSetting(key, True, "flag", name)
+        elif equals:
+            yield GivenSetting(key, [value] if kind == "list" else value, "flag", name)
+        else:
+            count = _num_values(words)
+            taken = [words.pop(0) for _ in range(count if kind == "list" else min(count, 1))]
+            if kind is None:
+                parts.append(Part(" ".join([name, *taken]), "refused", f"it is not known{nearest(key, _names())}"))
+            elif not taken:
+                parts.append(Part(name, "refused", "it needs a value"))
+            else:
+                yield GivenSetting(key, taken if kind == "list" else taken[0], "flag", name)
+
+
+def _num_values(words: Sequence[str]) -> int:
+    """Return how many of the first words are no flags."""
+    return next((i for i, word in enumerate(words) if word.startswith("-") and not _is_number(word)), len(words))
+
+
+def _kind(key: str) -> str | None:
+    setting, flag = settings().get(key), foreign_flags().get(key)
+    if flag is not None:
+        return flag.kind
+    if setting is None:
+        return None
+    return "switch" if setting.is_switch else "list" if setting.is_list else "one"
+
+
+def _names() -> set[str]:
+    return {*settings(), *foreign_flags()}
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
+
+
+def _written(given: GivenSetting) -> str:
+    if given.key == "model" and given.place == "MODEL":
+        return str(given.value)
+    if isinstance(given.value, bool):
+        return given.place
+    return f"{given.place} {' '.join(given.value) if isinstance(given.value, list) else given.value}"
+
+
+def _environment(launch: Launch, found: dict[str, SettingValue], parts: list[Part]) -> dict[str, str]:
+    """Return the variables that mean the same here; add what others set to `found`, and the reasons to `parts`."""
+    kept = {}
+    for name, value in launch.environment.items():
+        row = next((row for row in environment_variables() if fnmatchcase(name, row.name)), None)
+        written = f"{name}={value}"
+        if row is None:
+            # A variable of the text's own, which its words have already.
+            if name.startswith(("VLLM_", "SGLANG_", "SGL_")):
+                parts.append(Part(written, "refused", "it is not known"))
+        elif row.sets == "keep":
+            kept[name] = value
+        elif row.answer == "taken":
+            for key in row.sets.split(";"):
+                try:
+                    found.update(settings_of(GivenSetting(key.strip(), value, "flag", name), []))
+                except ConfigError as error:
+                    parts.append(Part(written, "refused", str(error)))
+            parts.append(Part(written, "note", row.reason or f"is {as_flag(row.sets)}"))
+        else:
+            parts.append(Part(written, "refused" if row.answer == "refused" else "note", row.reason))
+    return kept
+
+
+def _add_defaults(launch: Launch, found: dict[str, SettingValue], parts: list[Part]) -> None:
+    """Write the defaults of the other engine that are others than ours."""
+    name = _NAMES[launch.engine]
+    if "model" not in found:
+        if launch.engine == "vllm":
+            _set(found, "model", _DEFAULT_MODEL)
+            parts.append(Part(f"--model {_DEFAULT_MODEL}", "note", f"is {name}'s default"))
+        else:
+            parts.append(Part("--model-path", "refused", "no model is named"))
+    port = _DEFAULT_PORTS[launch.engine]
+    if "port" not in found and "uds" not in found and port != settings()["port"].default:
+        _set(found, "port", port)
+        parts.append(Part(f"--port {port}", "note", f"is {name}'s default"))
+    if launch.engine == "vllm" and "host" not in found and "uds" not in found:
+        _set(found, "host", "0.0.0.0")
+        parts.append(Part("--host 0.0.0.0", "note", f"is {name}'s default: it listens on all addresses"))
+
+
+def _leave_container(
+    launch: Launch, found: dict[str, SettingValue], environment: dict[str, str], parts: list[Part]
+) -> None:
+    """Replace ports and paths inside the container by those outside."""
+    container = launch.container
+    assert container is not None
+    port = found["port"].value if "port" in found else settings()["port"].default
+    if port in container.ports:
+        host, outside = container.ports[port]
+        _set(found, "host", host)
+        if outside != port:
+            _set(found, "port", outside)
+            parts.append(Part(f"--port {outside}", "note", f"is where port {port} of the container was published"))
+    for name in _PATHS:
+        path = found[name].value if name in found else None
+        for inside, outside in container.volumes.items():
+            if isinstance(path, str) and (path == inside or path.startswith(f"{inside}/")):
+                _set(found, name, outside + path.removeprefix(inside))
+                parts.append(Part(path, "note", f"is {outside + path.removeprefix(inside)} outside the container"))
+    if container.devices is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = container.devices
+        parts.append(Part(f"--gpus device={container.devices}", "note", "is CUDA_VISIBLE_DEVICES"))
+    others = [container.image, *container.others, *(f"-v {out}:{path}" for path, out in container.volumes.items())]
+    parts.append(Part(", ".join(filter(None, others)), "note", "are parts of the container"))
+
+
+def _set(found: dict[str, SettingValue], name: str, value: object) -> None:
+    found[name] = SettingValue(settings()[name], value, "argument", as_flag(name))
+
+
+def _arguments(found: Mapping[str, SettingValue]) -> Iterator[str]:
+    """Yield the words of `jaxserve serve` for settings, the model first."""
+    if "model" in found:
+        yield str(found["model"].value)
+    for name, given in found.items():
+        value = given.value
+        if name == "model" or value is None:
+            continue
+        if isinstance(value, bool):
+            yield given.setting.flag if value else f"--no-{given.setting.flag[2:]}"
+            continue
+        yield given.setting.flag
+        if isinstance(value, tuple):
+            yield from map(str, value)
+        else:
+            plain = msgspec.to_builtins(value)
+            form = json.dumps if isinstance(plain, dict) else "{:g}".format if isinstance(plain, float) else str
+            yield form(plain)
