@@ -17,7 +17,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 from jaxserve.bench.datasets.choice import DATASETS
-from jaxserve.cli import chat, compile, config, convert, doctor, generate, plan, pull, serve
+from jaxserve.cli import chat, compile, config, convert, doctor, generate, plan, pull, serve, translate
 from jaxserve.cli.bench import SUBCOMMANDS
 from jaxserve.cli.main import COMMANDS
 from jaxserve.config.schema import EngineConfig
@@ -54,6 +54,7 @@ PARSERS = {
     "plan": plan,
     "pull": pull,
     "serve": serve,
+    "translate": translate,
 }
 # Flags that are named and belong to other programs: XLA, the benchmark of another server, the tuner, and gateways.
 OTHER_FLAGS = {

@@ -54,9 +54,10 @@ MAY_IMPORT = {
 # and at least one of the level just below.
 ORDER_INSIDE = {
     "jaxserve.bench": "datasets processes | engine load | results | accuracy sweep | tune",
-    "jaxserve.cli": "common | bench chat compile config convert doctor generate main pull serve | plan",
-    "jaxserve.config": "mappings nearest pipeline processes speculation threads | foreign_forms kv_events ranges | "
-                       "aliases schema | data_parallel served_checkpoint settings | load | explain",
+    "jaxserve.cli": "common | bench chat compile config convert doctor generate main pull serve translation | "
+                    "plan translate",
+    "jaxserve.config": "mappings nearest other_engines pipeline processes speculation threads | kv_events ranges | "
+                       "schema server_schema | data_parallel served_checkpoint settings | load | explain",
     "jaxserve.engine": "kv_cache multihost speculation | scheduling | core | process | client",
     "jaxserve.layers": "axes batch exchange | linear norm rope vocabulary | attention delta_net embedding mlp | "
                        "latent_attention mixture",

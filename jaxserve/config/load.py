@@ -23,6 +23,8 @@ from jaxserve.errors import ConfigError
 
 Source = Literal["default", "yaml", "flag", "argument"]
 
+# The name of SGLang's under which a method of speculation is written.
+_SGLANG_METHOD = "speculative_algorithm"
 # How `other_engines.tsv` begins what a flag sets, if it isn't a setting.
 _SAME, _READ = "same ", "read "
 
@@ -131,16 +133,23 @@ def _by_setting(givens: Iterable[GivenSetting], notes: list[str]) -> dict[str, S
 
 
 def _set_implied_method(found: dict[str, SettingValue], notes: list[str]) -> None:
-    """Set the method of speculation that `speculative_model` implies if none is given, as vLLM does."""
-    model = found.get("speculative_model")
+    """Set the method of speculation that `speculative_model` implies if none is given, as vLLM does.
+
+    Without a draft model, SGLang's EAGLE drafts with the model's own layers.
+    """
+    model, method = found.get("speculative_model"), found.get("speculative_method")
     if model is None or model.value is None:
+        if method is not None and method.alias == _SGLANG_METHOD and method.value == "eagle":
+            notes.append(f"{method.place} {method.value}: sets speculative_method=mtp, as there is no draft model")
+            found["speculative_method"] = dataclasses.replace(method, value="mtp")
         return
     no_model = model.value in ("ngram", "[ngram]")
-    if "speculative_method" not in found:
-        method = "ngram" if no_model else "draft"
-        notes.append(f"{model.place} {model.value}: sets speculative_method={method}")
-        found["speculative_method"] = dataclasses.replace(model, setting=settings()["speculative_method"], value=method)
-    if no_model and found["speculative_method"].value == "ngram":
+    if method is None:
+        implied = "ngram" if no_model else "draft"
+        notes.append(f"{model.place} {model.value}: sets speculative_method={implied}")
+        method = dataclasses.replace(model, setting=settings()["speculative_method"], value=implied)
+        found["speculative_method"] = method
+    if no_model and method.value == "ngram":
         del found["speculative_model"]
 
 

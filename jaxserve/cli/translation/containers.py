@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
 import yaml
+
+from jaxserve.errors import ConfigError
 
 # The options of `docker run` that have no value; all others have one.
 _SWITCHES = frozenset(
@@ -110,10 +113,13 @@ def _container(node: Mapping[str, Any]) -> Container:
 
 
 def _words(value: Any) -> tuple[str, ...]:
-    """Return a command as words; one text stays one word, which a shell splits."""
-    if isinstance(value, str):
-        return (value,)
-    return tuple(map(str, value or ()))
+    """Return a command as words. Raises `ConfigError` if a quotation in it doesn't end."""
+    if not isinstance(value, str):
+        return tuple(map(str, value or ()))
+    try:
+        return tuple(shlex.split(value.replace("\\\n", " "), comments=True))
+    except ValueError as error:
+        raise ConfigError(f"the command {value!r} can't be read: {str(error).lower()}") from None
 
 
 def _environment(pairs: Sequence[Any]) -> dict[str, str]:

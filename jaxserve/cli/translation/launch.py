@@ -70,12 +70,8 @@ def _find(words: Sequence[str]) -> tuple[Engine, int, int] | None:
 
 def _in_container(container: Container) -> Iterator[Launch]:
     words = (*(container.entrypoint or ()), *container.words)
-    text = len(words) == 1 and " " in words[0]
     shell = words[:1] and PurePosixPath(words[0]).name in ("bash", "sh") and len(words) > 2
-    if text or shell:
-        inner = list(commands(words[0] if text else words[-1], container.environment))
-    else:
-        inner = [Command(words, container.environment)]
+    inner = list(commands(words[-1], container.environment)) if shell else [Command(words, container.environment)]
     for command in inner:
         found = _find(command.words)
         if found is not None:

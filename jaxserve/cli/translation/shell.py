@@ -14,7 +14,9 @@ _ENDS = frozenset(";&|\n()")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^}]*))?\}|(\w+))")
 # A name for the reader to fill in, such as <model>; to a shell it would be redirections.
-_PLACEHOLDER = re.compile(r"<([\w./-]+)>")
+_PLACEHOLDER = re.compile(r"(?<=[\s=])<([\w./-]+)>(?=\s|$)")
+# The end of a line that goes on, with spaces or a comment that a shell would not allow there.
+_GOES_ON = re.compile(r"\\[ \t]*(?:#.*)?\r?\n")
 _PROMPT = re.compile(r"^[ \t]*[$!>][ \t]+|^!(?=\w)", re.MULTILINE)
 # The number of a stream before its redirection.
 _STREAM = re.compile(r"(?<=\s)\d(?=[<>])")
@@ -46,7 +48,7 @@ def commands(text: str, environment: Mapping[str, str] | None = None) -> Iterato
 
 
 def _tokens(text: str) -> list[str]:
-    text = text.replace("\\\r\n", " ").replace("\\\n", " ")
+    text = _GOES_ON.sub(" ", text)
     text = _STREAM.sub("", _PROMPT.sub("", _PLACEHOLDER.sub(r"\1", text)))
     lexer = shlex.shlex(text, posix=True, punctuation_chars="();<>|&\n")
     lexer.whitespace = " \t\r"

@@ -30,7 +30,7 @@ _PATHS = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class ChangedPart:
     """A part of the command that is changed, added or left out, and why."""
 
     written: str
@@ -44,17 +44,17 @@ class Translation:
 
     environment: Mapping[str, str]
     arguments: tuple[str, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[ChangedPart, ...]
 
     @property
-    def refused(self) -> list[Part]:
+    def refused(self) -> list[ChangedPart]:
         """The parts without a counterpart."""
         return [part for part in self.parts if part.answer == "refused"]
 
 
 def translate(launch: Launch) -> Translation:
     """Return what starts the same server here. Parts without a counterpart are left out, with the reason."""
-    parts: list[Part] = []
+    parts: list[ChangedPart] = []
     found: dict[str, SettingValue] = {}
     environment = _environment(launch, found, parts)
     config: list[str] = []
@@ -66,18 +66,20 @@ def translate(launch: Launch) -> Translation:
                 if not name.startswith("same "):
                     found[name] = value
         except ConfigError as error:
-            parts.append(Part(written, "refused", str(error).removeprefix(f"{written} is refused: ")))
-        parts += [Part(written, "note", note.removeprefix(f"{written}: ")) for note in notes]
+            parts.append(ChangedPart(written, "refused", str(error).removeprefix(f"{written} is refused: ")))
+        parts += [ChangedPart(written, "note", note.removeprefix(f"{written}: ")) for note in notes]
     _add_defaults(launch, found, parts)
     if launch.container is not None:
         _leave_container(launch, found, environment, parts)
     if launch.before:
-        parts.append(Part(" ".join(launch.before), "note", "stands before the command; put it there again if needed"))
+        parts.append(
+            ChangedPart(" ".join(launch.before), "note", "stands before the command; put it there again if needed")
+        )
     arguments = (*_arguments(found), *config)
     try:
         check(found)
     except ConfigError as error:
-        parts.append(Part("all together", "refused", str(error)))
+        parts.append(ChangedPart("all together", "refused", str(error)))
     return Translation(environment, arguments, tuple(parts))
 
 
@@ -90,7 +92,7 @@ def check(found: Mapping[str, SettingValue]) -> LoadedConfig:
     )
 
 
-def _given(launch: Launch, config: list[str], parts: list[Part]) -> Iterator[GivenSetting]:
+def _given(launch: Launch, config: list[str], parts: list[ChangedPart]) -> Iterator[GivenSetting]:
     """Yield the settings of the arguments as they are written; add those of `--config` to `config`."""
     words = list(in_plain_form(launch.arguments))
     while words:
@@ -99,11 +101,11 @@ def _given(launch: Launch, config: list[str], parts: list[Part]) -> Iterator[Giv
             yield GivenSetting("model", word, "flag", "MODEL")
             continue
         name, equals, value = word.partition("=")
-        key = as_key(name)
+        key = _completed(as_key(name), launch.engine)
         if key == "config" and (equals or words):
             path = value if equals else words.pop(0)
             config += ["--config", path]
-            parts.append(Part(f"--config {path}", "note", "its keys may be the other engine's names"))
+            parts.append(ChangedPart(f"--config {path}", "note", "its keys may be the other engine's names"))
             continue
         kind = _kind(key)
         if kind is None and _kind(key.removeprefix("no_")) == "switch":
@@ -116,11 +118,25 @@ def _given(launch: Launch, config: list[str], parts: list[Part]) -> Iterator[Giv
             count = _num_values(words)
             taken = [words.pop(0) for _ in range(count if kind == "list" else min(count, 1))]
             if kind is None:
-                parts.append(Part(" ".join([name, *taken]), "refused", f"it is not known{nearest(key, _names())}"))
+                parts.append(
+                    ChangedPart(" ".join([name, *taken]), "refused", f"it is not known{nearest(name, _names())}")
+                )
             elif not taken:
-                parts.append(Part(name, "refused", "it needs a value"))
+                parts.append(ChangedPart(name, "refused", "it needs a value"))
             else:
                 yield GivenSetting(key, taken if kind == "list" else taken[0], "flag", name)
+
+
+def _completed(key: str, engine: Engine) -> str:
+    """Return the key that an abbreviated one stands for, as both engines take them, or the key itself."""
+    if _kind(key) is not None:
+        return key
+    longer = {
+        flag.key: name
+        for name, flag in foreign_flags().items()
+        if name.startswith(key) and "." not in name and flag.engine in (engine, "both")
+    }
+    return next(iter(longer.values())) if len(longer) == 1 else key
 
 
 def _num_values(words: Sequence[str]) -> int:
@@ -138,7 +154,7 @@ def _kind(key: str) -> str | None:
 
 
 def _names() -> set[str]:
-    return {*settings(), *foreign_flags()}
+    return {as_flag(key) for key in (*settings(), *foreign_flags()) if "." not in key}
 
 
 def _is_number(word: str) -> bool:
@@ -157,7 +173,7 @@ def _written(given: GivenSetting) -> str:
     return f"{given.place} {' '.join(given.value) if isinstance(given.value, list) else given.value}"
 
 
-def _environment(launch: Launch, found: dict[str, SettingValue], parts: list[Part]) -> dict[str, str]:
+def _environment(launch: Launch, found: dict[str, SettingValue], parts: list[ChangedPart]) -> dict[str, str]:
     """Return the variables that mean the same here; add what others set to `found`, and the reasons to `parts`."""
     kept = {}
     for name, value in launch.environment.items():
@@ -166,7 +182,7 @@ def _environment(launch: Launch, found: dict[str, SettingValue], parts: list[Par
         if row is None:
             # A variable of the text's own, which its words have already.
             if name.startswith(("VLLM_", "SGLANG_", "SGL_")):
-                parts.append(Part(written, "refused", "it is not known"))
+                parts.append(ChangedPart(written, "refused", "it is not known"))
         elif row.sets == "keep":
             kept[name] = value
         elif row.answer == "taken":
@@ -174,33 +190,33 @@ def _environment(launch: Launch, found: dict[str, SettingValue], parts: list[Par
                 try:
                     found.update(settings_of(GivenSetting(key.strip(), value, "flag", name), []))
                 except ConfigError as error:
-                    parts.append(Part(written, "refused", str(error)))
-            parts.append(Part(written, "note", row.reason or f"is {as_flag(row.sets)}"))
+                    parts.append(ChangedPart(written, "refused", str(error)))
+            parts.append(ChangedPart(written, "note", row.reason or f"is {as_flag(row.sets)}"))
         else:
-            parts.append(Part(written, "refused" if row.answer == "refused" else "note", row.reason))
+            parts.append(ChangedPart(written, "refused" if row.answer == "refused" else "note", row.reason))
     return kept
 
 
-def _add_defaults(launch: Launch, found: dict[str, SettingValue], parts: list[Part]) -> None:
+def _add_defaults(launch: Launch, found: dict[str, SettingValue], parts: list[ChangedPart]) -> None:
     """Write the defaults of the other engine that are others than ours."""
     name = _NAMES[launch.engine]
     if "model" not in found:
         if launch.engine == "vllm":
             _set(found, "model", _DEFAULT_MODEL)
-            parts.append(Part(f"--model {_DEFAULT_MODEL}", "note", f"is {name}'s default"))
+            parts.append(ChangedPart(f"--model {_DEFAULT_MODEL}", "note", f"is {name}'s default"))
         else:
-            parts.append(Part("--model-path", "refused", "no model is named"))
+            parts.append(ChangedPart("--model-path", "refused", "no model is named"))
     port = _DEFAULT_PORTS[launch.engine]
     if "port" not in found and "uds" not in found and port != settings()["port"].default:
         _set(found, "port", port)
-        parts.append(Part(f"--port {port}", "note", f"is {name}'s default"))
+        parts.append(ChangedPart(f"--port {port}", "note", f"is {name}'s default"))
     if launch.engine == "vllm" and "host" not in found and "uds" not in found:
         _set(found, "host", "0.0.0.0")
-        parts.append(Part("--host 0.0.0.0", "note", f"is {name}'s default: it listens on all addresses"))
+        parts.append(ChangedPart("--host 0.0.0.0", "note", f"is {name}'s default: it listens on all addresses"))
 
 
 def _leave_container(
-    launch: Launch, found: dict[str, SettingValue], environment: dict[str, str], parts: list[Part]
+    launch: Launch, found: dict[str, SettingValue], environment: dict[str, str], parts: list[ChangedPart]
 ) -> None:
     """Replace ports and paths inside the container by those outside."""
     container = launch.container
@@ -211,18 +227,22 @@ def _leave_container(
         _set(found, "host", host)
         if outside != port:
             _set(found, "port", outside)
-            parts.append(Part(f"--port {outside}", "note", f"is where port {port} of the container was published"))
+            parts.append(
+                ChangedPart(f"--port {outside}", "note", f"is where port {port} of the container was published")
+            )
     for name in _PATHS:
         path = found[name].value if name in found else None
         for inside, outside in container.volumes.items():
             if isinstance(path, str) and (path == inside or path.startswith(f"{inside}/")):
                 _set(found, name, outside + path.removeprefix(inside))
-                parts.append(Part(path, "note", f"is {outside + path.removeprefix(inside)} outside the container"))
+                parts.append(
+                    ChangedPart(path, "note", f"is {outside + path.removeprefix(inside)} outside the container")
+                )
     if container.devices is not None:
         environment["CUDA_VISIBLE_DEVICES"] = container.devices
-        parts.append(Part(f"--gpus device={container.devices}", "note", "is CUDA_VISIBLE_DEVICES"))
+        parts.append(ChangedPart(f"--gpus device={container.devices}", "note", "is CUDA_VISIBLE_DEVICES"))
     others = [container.image, *container.others, *(f"-v {out}:{path}" for path, out in container.volumes.items())]
-    parts.append(Part(", ".join(filter(None, others)), "note", "are parts of the container"))
+    parts.append(ChangedPart(", ".join(filter(None, others)), "note", "are parts of the container"))
 
 
 def _set(found: dict[str, SettingValue], name: str, value: object) -> None:
