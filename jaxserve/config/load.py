@@ -69,7 +69,7 @@ def load_config(flags: Iterable[GivenSetting] = (), config_file: Path | None = N
     notes: list[str] = []
     found = _by_setting(read_yaml(config_file), notes) if config_file is not None else {}
     found |= _by_setting(flags, notes)
-    _set_implied_method(found, notes)
+    set_implied_method(found, notes)
     _check_same(found)
     values = tuple(found.get(name, SettingValue(setting, setting.default)) for name, setting in settings().items())
     engine = EngineConfig(**{v.setting.name: v.value for v in values if v.setting.owner is EngineConfig})  # type: ignore[arg-type]
@@ -132,7 +132,7 @@ def _by_setting(givens: Iterable[GivenSetting], notes: list[str]) -> dict[str, S
     return found
 
 
-def _set_implied_method(found: dict[str, SettingValue], notes: list[str]) -> None:
+def set_implied_method(found: dict[str, SettingValue], notes: list[str]) -> None:
     """Set the method of speculation that `speculative_model` implies if none is given, as vLLM does.
 
     Without a draft model, SGLang's EAGLE drafts with the model's own layers.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
@@ -19,6 +21,9 @@ _SWITCHES = frozenset(
         "--privileged", "--init", "--read-only", "--oom-kill-disable", "--no-healthcheck", "--publish-all", "-P",
     }
 )  # fmt: skip
+_DEFAULT = re.compile(r"\$\{\w+:?-([^{}]*)\}")
+_COLON = re.compile(r":(?![^{]*\})")
+_STARTS = re.compile(r"^[ \t]*(ENTRYPOINT|CMD)[ \t]+(\[.*\])[ \t]*$", re.MULTILINE)
 _PROGRAMS = frozenset({"docker", "podman", "nerdctl"})
 
 
@@ -72,12 +77,26 @@ def from_run(words: Sequence[str], environment: Mapping[str, str]) -> Container 
 
 
 def from_yaml(text: str) -> list[Container]:
-    """Return the containers of compose files and manifests; none if the text is no YAML of such a form."""
+    """Return the containers of compose files and manifests; none if the text is no YAML of such a form.
+
+    A variable with a default has it.
+    """
     try:
-        documents = list(yaml.safe_load_all(text))
+        documents = list(yaml.safe_load_all(_DEFAULT.sub(r"\1", text)))
     except (yaml.YAMLError, ValueError, RecursionError):
         return []
     return [container for document in documents for container in _containers(document)]
+
+
+def from_dockerfile(text: str) -> Container | None:
+    """Return the container that a Dockerfile starts with a list of words, or None if it is none."""
+    try:
+        found = {name: tuple(map(str, json.loads(words))) for name, words in _STARTS.findall(text)}
+    except ValueError:
+        return None
+    if not found:
+        return None
+    return Container("", found.get("ENTRYPOINT", ()), found.get("CMD", ()), {})
 
 
 def _containers(node: Any) -> Iterator[Container]:
@@ -144,5 +163,5 @@ def _ports(published: Sequence[Any]) -> dict[int, tuple[str, int]]:
 
 
 def _volumes(mounted: Sequence[Any]) -> dict[str, str]:
-    parts = [str(text).split(":") for text in mounted if isinstance(text, str)]
+    parts = [_COLON.split(text) for text in mounted if isinstance(text, str)]
     return {part[1].rstrip("/"): part[0].rstrip("/") for part in parts if len(part) > 1}

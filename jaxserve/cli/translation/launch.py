@@ -7,11 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Literal
 
-from jaxserve.cli.translation.containers import Container, from_run, from_yaml
-from jaxserve.cli.translation.shell import Command, commands
+from jaxserve.cli.translation.containers import Container, from_dockerfile, from_run, from_yaml
+from jaxserve.cli.translation.shell import Command, commands, filled
 
 Engine = Literal["vllm", "sglang"]
 
+_NAMES: Mapping[str, Engine] = {"vllm": "vllm", "sglang": "sglang"}
 _MODULES: Mapping[str, Engine] = {
     "vllm.entrypoints.openai.api_server": "vllm",
     "vllm.entrypoints.api_server": "vllm",
@@ -37,8 +38,9 @@ class Launch:
 
 
 def launches(text: str) -> list[Launch]:
-    """Return the servers that a shell text, a compose file or a manifest starts. Raises `ConfigError`."""
-    containers = from_yaml(text)
+    """Return the servers that a shell text, a Dockerfile, a compose file or a manifest starts. Raises `ConfigError`."""
+    file = from_dockerfile(text)
+    containers = from_yaml(text) if file is None else [file]
     found = [launch for container in containers for launch in _in_container(container)]
     return found or [launch for command in commands(text) for launch in _launches(command)]
 
@@ -58,8 +60,8 @@ def _find(words: Sequence[str]) -> tuple[Engine, int, int] | None:
     """Return the engine that words start, the index of its first word and that of its first argument."""
     for index, word in enumerate(words):
         name, following = PurePosixPath(word).name, list(words[index + 1 : index + 2])
-        if following == ["serve"] and (name == "vllm" or name == "sglang"):
-            return name, index, index + 2
+        if following == ["serve"] and name in _NAMES:
+            return _NAMES[name], index, index + 2
         if word == "-m" and following and following[0] in _MODULES:
             end = index + 3 if following[0] == "vllm.entrypoints.cli.main" else index + 2
             return _MODULES[following[0]], max(index - 1, 0), end
@@ -69,7 +71,7 @@ def _find(words: Sequence[str]) -> tuple[Engine, int, int] | None:
 
 
 def _in_container(container: Container) -> Iterator[Launch]:
-    words = (*(container.entrypoint or ()), *container.words)
+    words = tuple(filled(word, container.environment) for word in (*(container.entrypoint or ()), *container.words))
     shell = words[:1] and PurePosixPath(words[0]).name in ("bash", "sh") and len(words) > 2
     inner = list(commands(words[-1], container.environment)) if shell else [Command(words, container.environment)]
     for command in inner:

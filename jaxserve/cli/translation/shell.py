@@ -12,12 +12,12 @@ from jaxserve.errors import ConfigError
 
 _ENDS = frozenset(";&|\n()")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
-_VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^}]*))?\}|(\w+))")
+_VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^}]*))?\}|(\w+)|\((\w+)\))")
 # A name for the reader to fill in, such as <model>; to a shell it would be redirections.
 _PLACEHOLDER = re.compile(r"(?<=[\s=])<([\w./-]+)>(?=\s|$)")
-# The end of a line that goes on, with spaces or a comment that a shell would not allow there.
-_GOES_ON = re.compile(r"\\[ \t]*(?:#.*)?\r?\n")
-_PROMPT = re.compile(r"^[ \t]*[$!>][ \t]+|^!(?=\w)", re.MULTILINE)
+# The end of a line that goes on: also with spaces or a comment after the backslash, or without one before a flag.
+_GOES_ON = re.compile(r"\\[ \t]*(?:#.*)?\r?\n|\r?\n(?=[ \t]*--[a-z])")
+_PROMPT = re.compile(r"^[ \t]*(?:[$!>]|PS [^>\n]*>)[ \t]+|^!(?=\w)", re.MULTILINE)
 # The number of a stream before its redirection.
 _STREAM = re.compile(r"(?<=\s)\d(?=[<>])")
 _SHELLS = frozenset({"bash", "sh", "/bin/bash", "/bin/sh"})
@@ -73,11 +73,11 @@ def _without_comments(tokens: Sequence[str]) -> Iterator[str]:
 
 
 def _command(words: list[str], known: dict[str, str]) -> Iterator[Command]:
-    words = [_filled(word, known) for word in _without_redirections(words)]
+    words = [filled(word, known) for word in _without_redirections(words)]
     if words[:1] == ["export"]:
         words = words[1:]
     leading = list(takewhile(_ASSIGNMENT.fullmatch, words))
-    assigned = dict(_ASSIGNMENT.fullmatch(word).groups() for word in leading)  # type: ignore[union-attr]
+    assigned = {name: value for name, _, value in (word.partition("=") for word in leading)}
     rest = words[len(leading) :]
     if not rest:
         known.update(assigned)
@@ -96,9 +96,11 @@ def _without_redirections(words: list[str]) -> Iterator[str]:
         skips = is_redirection
 
 
-def _filled(word: str, known: Mapping[str, str]) -> str:
+def filled(word: str, known: Mapping[str, str]) -> str:
+    """Return a word with the values of variables that are known or have a default; Kubernetes writes `$(NAME)`."""
+
     def value(match: re.Match[str]) -> str:
-        found = known.get(match[1] or match[3], match[2])
+        found = known.get(match[1] or match[3] or match[4], match[2])
         return match[0] if found is None else found
 
     return _VARIABLE.sub(value, word)

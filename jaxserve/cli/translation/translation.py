@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Literal
@@ -12,16 +13,17 @@ import msgspec
 
 from jaxserve.cli.common.plain_form import in_plain_form
 from jaxserve.cli.translation.launch import Engine, Launch
-from jaxserve.config.load import GivenSetting, LoadedConfig, SettingValue, load_config, settings_of
+from jaxserve.config.load import GivenSetting, LoadedConfig, SettingValue, load_config, set_implied_method, settings_of
 from jaxserve.config.nearest import nearest
 from jaxserve.config.other_engines import environment_variables, foreign_flags
-from jaxserve.config.settings import as_flag, as_key, settings
+from jaxserve.config.settings import Setting, as_flag, as_key, settings
 from jaxserve.errors import ConfigError
 
 Answer = Literal["note", "refused"]
 
 _NAMES: Mapping[Engine, str] = {"vllm": "vLLM", "sglang": "SGLang"}
 _DEFAULT_PORTS: Mapping[Engine, int] = {"vllm": 8000, "sglang": 30000}
+_VARIABLE = re.compile(r"\$[\w{(]")
 _DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
 _PATHS = (
     "model", "tokenizer_path", "speculative_model", "chat_template", "download_dir", "generation_config",
@@ -34,8 +36,8 @@ class ChangedPart:
     """A part of the command that is changed, added or left out, and why."""
 
     written: str
-    answer: Answer
     reason: str
+    answer: Answer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,26 +63,34 @@ def translate(launch: Launch) -> Translation:
     for given in _given(launch, config, parts):
         notes: list[str] = []
         written = _written(given)
+        if (setting := _left_open(given)) is not None:
+            found[setting.name] = SettingValue(setting, given.value, "flag", given.place)
+            continue
         try:
             for name, value in settings_of(given, notes):
                 if not name.startswith("same "):
                     found[name] = value
         except ConfigError as error:
-            parts.append(ChangedPart(written, "refused", str(error).removeprefix(f"{written} is refused: ")))
-        parts += [ChangedPart(written, "note", note.removeprefix(f"{written}: ")) for note in notes]
+            parts.append(ChangedPart(written, str(error).removeprefix(f"{written} is refused: "), "refused"))
+        parts += [ChangedPart(written, note.removeprefix(f"{written}: "), "note") for note in notes]
+    implied: list[str] = []
+    set_implied_method(found, implied)
+    for note in implied:
+        written, _, reason = note.partition(": ")
+        parts.append(ChangedPart(written, reason, "note"))
     _add_defaults(launch, found, parts)
     if launch.container is not None:
         _leave_container(launch, found, environment, parts)
     if launch.before:
         parts.append(
-            ChangedPart(" ".join(launch.before), "note", "stands before the command; put it there again if needed")
+            ChangedPart(" ".join(launch.before), "stands before the command; put it there again if needed", "note")
         )
     arguments = (*_arguments(found), *config)
     try:
         check(found)
     except ConfigError as error:
-        parts.append(ChangedPart("all together", "refused", str(error)))
-    return Translation(environment, arguments, tuple(parts))
+        parts.append(ChangedPart("all together", str(error), "refused"))
+    return Translation(environment, arguments, tuple(dict.fromkeys(parts)))
 
 
 def check(found: Mapping[str, SettingValue]) -> LoadedConfig:
@@ -88,24 +98,39 @@ def check(found: Mapping[str, SettingValue]) -> LoadedConfig:
     return load_config(
         GivenSetting(name, msgspec.to_builtins(value.value), "argument", value.place)
         for name, value in found.items()
-        if value.value is not None
+        if value.value is not None and not _VARIABLE.search(str(value.value))
     )
+
+
+def _left_open(given: GivenSetting) -> Setting | None:
+    """Return the setting whose value is a variable that the text left open, if it is one."""
+    if not isinstance(given.value, str) or not _VARIABLE.search(given.value):
+        return None
+    name = given.key
+    while name in foreign_flags() and name not in settings():
+        name = foreign_flags()[name].meaning.sets or "?"
+    return settings().get(name)
 
 
 def _given(launch: Launch, config: list[str], parts: list[ChangedPart]) -> Iterator[GivenSetting]:
     """Yield the settings of the arguments as they are written; add those of `--config` to `config`."""
-    words = list(in_plain_form(launch.arguments))
+    words, has_model = [word for word in in_plain_form(launch.arguments) if word], False
     while words:
         word = words.pop(0)
         if not word.startswith("-") or _is_number(word):
-            yield GivenSetting("model", word, "flag", "MODEL")
+            if has_model:
+                parts.append(ChangedPart(word, "it belongs to no flag", "refused"))
+            else:
+                has_model = True
+                yield GivenSetting("model", word, "flag", "MODEL")
             continue
         name, equals, value = word.partition("=")
         key = _completed(as_key(name), launch.engine)
+        has_model |= key in ("model", "model_path")
         if key == "config" and (equals or words):
             path = value if equals else words.pop(0)
             config += ["--config", path]
-            parts.append(ChangedPart(f"--config {path}", "note", "its keys may be the other engine's names"))
+            parts.append(ChangedPart(f"--config {path}", "its keys may be the other engine's names", "note"))
             continue
         kind = _kind(key)
         if kind is None and _kind(key.removeprefix("no_")) == "switch":
@@ -119,10 +144,10 @@ def _given(launch: Launch, config: list[str], parts: list[ChangedPart]) -> Itera
             taken = [words.pop(0) for _ in range(count if kind == "list" else min(count, 1))]
             if kind is None:
                 parts.append(
-                    ChangedPart(" ".join([name, *taken]), "refused", f"it is not known{nearest(name, _names())}")
+                    ChangedPart(" ".join([name, *taken]), f"it is not known{nearest(name, _names())}", "refused")
                 )
             elif not taken:
-                parts.append(ChangedPart(name, "refused", "it needs a value"))
+                parts.append(ChangedPart(name, "it needs a value", "refused"))
             else:
                 yield GivenSetting(key, taken if kind == "list" else taken[0], "flag", name)
 
@@ -182,7 +207,7 @@ def _environment(launch: Launch, found: dict[str, SettingValue], parts: list[Cha
         if row is None:
             # A variable of the text's own, which its words have already.
             if name.startswith(("VLLM_", "SGLANG_", "SGL_")):
-                parts.append(ChangedPart(written, "refused", "it is not known"))
+                parts.append(ChangedPart(written, "it is not known", "refused"))
         elif row.sets == "keep":
             kept[name] = value
         elif row.answer == "taken":
@@ -190,10 +215,10 @@ def _environment(launch: Launch, found: dict[str, SettingValue], parts: list[Cha
                 try:
                     found.update(settings_of(GivenSetting(key.strip(), value, "flag", name), []))
                 except ConfigError as error:
-                    parts.append(ChangedPart(written, "refused", str(error)))
-            parts.append(ChangedPart(written, "note", row.reason or f"is {as_flag(row.sets)}"))
+                    parts.append(ChangedPart(written, str(error), "refused"))
+            parts.append(ChangedPart(written, row.reason or f"is {as_flag(row.sets)}", "note"))
         else:
-            parts.append(ChangedPart(written, "refused" if row.answer == "refused" else "note", row.reason))
+            parts.append(ChangedPart(written, row.reason, "refused" if row.answer == "refused" else "note"))
     return kept
 
 
@@ -203,16 +228,16 @@ def _add_defaults(launch: Launch, found: dict[str, SettingValue], parts: list[Ch
     if "model" not in found:
         if launch.engine == "vllm":
             _set(found, "model", _DEFAULT_MODEL)
-            parts.append(ChangedPart(f"--model {_DEFAULT_MODEL}", "note", f"is {name}'s default"))
+            parts.append(ChangedPart(f"--model {_DEFAULT_MODEL}", f"is {name}'s default", "note"))
         else:
-            parts.append(ChangedPart("--model-path", "refused", "no model is named"))
+            parts.append(ChangedPart("--model-path", "no model is named", "refused"))
     port = _DEFAULT_PORTS[launch.engine]
     if "port" not in found and "uds" not in found and port != settings()["port"].default:
         _set(found, "port", port)
-        parts.append(ChangedPart(f"--port {port}", "note", f"is {name}'s default"))
+        parts.append(ChangedPart(f"--port {port}", f"is {name}'s default", "note"))
     if launch.engine == "vllm" and "host" not in found and "uds" not in found:
         _set(found, "host", "0.0.0.0")
-        parts.append(ChangedPart("--host 0.0.0.0", "note", f"is {name}'s default: it listens on all addresses"))
+        parts.append(ChangedPart("--host 0.0.0.0", f"is {name}'s default: it listens on all addresses", "note"))
 
 
 def _leave_container(
@@ -222,13 +247,14 @@ def _leave_container(
     container = launch.container
     assert container is not None
     port = found["port"].value if "port" in found else settings()["port"].default
-    if port in container.ports:
-        host, outside = container.ports[port]
+    published = container.ports.get(port) if isinstance(port, int) else None
+    if published is not None:
+        host, outside_port = published
         _set(found, "host", host)
-        if outside != port:
-            _set(found, "port", outside)
+        if outside_port != port:
+            _set(found, "port", outside_port)
             parts.append(
-                ChangedPart(f"--port {outside}", "note", f"is where port {port} of the container was published")
+                ChangedPart(f"--port {outside_port}", f"is where port {port} of the container was published", "note")
             )
     for name in _PATHS:
         path = found[name].value if name in found else None
@@ -236,13 +262,13 @@ def _leave_container(
             if isinstance(path, str) and (path == inside or path.startswith(f"{inside}/")):
                 _set(found, name, outside + path.removeprefix(inside))
                 parts.append(
-                    ChangedPart(path, "note", f"is {outside + path.removeprefix(inside)} outside the container")
+                    ChangedPart(path, f"is {outside + path.removeprefix(inside)} outside the container", "note")
                 )
     if container.devices is not None:
         environment["CUDA_VISIBLE_DEVICES"] = container.devices
-        parts.append(ChangedPart(f"--gpus device={container.devices}", "note", "is CUDA_VISIBLE_DEVICES"))
+        parts.append(ChangedPart(f"--gpus device={container.devices}", "is CUDA_VISIBLE_DEVICES", "note"))
     others = [container.image, *container.others, *(f"-v {out}:{path}" for path, out in container.volumes.items())]
-    parts.append(ChangedPart(", ".join(filter(None, others)), "note", "are parts of the container"))
+    parts.append(ChangedPart(", ".join(filter(None, others)), "are parts of the container", "note"))
 
 
 def _set(found: dict[str, SettingValue], name: str, value: object) -> None:

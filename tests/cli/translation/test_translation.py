@@ -1,0 +1,97 @@
+import shlex
+
+import pytest
+
+from jaxserve.cli import serve
+from jaxserve.cli.common import flags
+from jaxserve.cli.translation.launch import launches
+from jaxserve.cli.translation.translation import Translation, translate
+
+
+def translated(text: str) -> Translation:
+    [launch] = launches(text)
+    return translate(launch)
+
+
+def ours(text: str) -> str:
+    return shlex.join(translated(text).arguments)
+
+
+def reasons(text: str) -> dict[str, str]:
+    return {part.written: part.reason for part in translated(text).parts}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("vllm serve a", "a --host 0.0.0.0"),
+        ("vllm serve a --host ::1", "a --host ::1"),
+        ("vllm serve --host x", "Qwen/Qwen3-0.6B --host x"),
+        ("sglang serve --model-path a", "a --port 30000"),
+        ("sglang serve --model-path a --tp 2 --port 1", "a --tp-size 2 --port 1"),
+        ("vllm serve a --host x --max_model_len 32k -tp=2", "a --host x --context-length 32000 --tp-size 2"),
+        ("vllm serve a --host x --no-enable-prefix-caching", "a --host x --disable-radix-cache"),
+        ("vllm serve a --host x --enable-prefix-caching", "a --host x --no-disable-radix-cache"),
+        (
+            "vllm serve a --host x --cudagraph-capture-sizes 1 2 --seed 3",
+            "a --host x --cuda-graph-bs 1 2 --random-seed 3",
+        ),
+        ("vllm serve a --host x --hf-overrides.b.c 1", 'a --host x --hf-overrides \'{"b": {"c": 1}}\''),
+        ("vllm serve a --host x --config f.yaml", "a --host x --config f.yaml"),
+        ("sglang serve --model-path a --port 1 --speculative-algo NEXTN", "a --port 1 --speculative-method mtp"),
+        (
+            "docker run -p 80:8000 -v /data:/models vllm/vllm-openai --model /models/a",
+            "/data/a --host 0.0.0.0 --port 80",
+        ),
+        ("vllm serve $M --port $PORT -tp ${N} --host x", "'$M' --port '$PORT' --tp-size '${N}' --host x"),
+        (
+            "sglang serve --model-path a --port 1 --speculative-algorithm EAGLE --speculative-num-steps 3",
+            "a --port 1 --speculative-method mtp --num-speculative-tokens 3",
+        ),
+        (
+            "vllm serve a --host x --speculative_model [ngram] --num_speculative_tokens 5",
+            "a --host x --num-speculative-tokens 5 --speculative-method ngram",
+        ),
+        ("command: [vllm, serve, $(A)]\nargs: [--host, x]\nenv: [{name: A, value: b}]", "b --host x"),
+        ("docker run -p 127.0.0.1:8000:8000 vllm/vllm-openai --model a", "a --host 127.0.0.1"),
+    ],
+)
+def test_the_command_line_of_jaxserve(text: str, expected: str) -> None:
+    assert ours(text) == expected
+    assert translated(text).refused == []
+    if "--config" not in expected and "$" not in expected:
+        flags.config_from_arguments(serve.parser().parse(shlex.split(expected)))
+
+
+def test_what_is_refused_is_left_out_with_the_reason() -> None:
+    text = "vllm serve a b --host x --dtype half --max-num-sequences 3 --max-num-seqs"
+    assert ours(text) == "a --host x"
+    assert reasons(text) == {
+        "b": "it belongs to no flag",
+        "--dtype half": "the 16-bit type is bfloat16: --dtype bfloat16",
+        "--max-num-sequences 3": "it is not known; did you mean --max-num-seqs?",
+        "--max-num-seqs": "it needs a value",
+    }
+    assert len(translated(text).refused) == 4
+
+
+def test_what_is_in_force_has_a_note() -> None:
+    text = "vllm serve a --host x --enable-chunked-prefill --no-enable-chunked-prefill"
+    assert ours(text) == "a --host x --chunked-prefill-size -1"
+    assert translated(text).refused == []
+    assert reasons("vllm serve a --host x --swap-space 4")["--swap-space 4"].startswith("a preempted request")
+
+
+def test_settings_that_do_not_go_together_are_said() -> None:
+    [part] = translated("sglang serve --model-path a --port 1 --page-size 3").refused
+    assert (part.written, part.reason) == ("all together", "page_size must be a power of two, got 3")
+
+
+def test_no_model_is_named() -> None:
+    [part] = translated("sglang serve --port 1").refused
+    assert part.reason == "no model is named"
+
+
+def test_devices_of_a_container_are_a_variable() -> None:
+    translation = translated("docker run --gpus device=1 vllm/vllm-openai --model a")
+    assert translation.environment == {"CUDA_VISIBLE_DEVICES": "1"}
