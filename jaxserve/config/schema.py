@@ -104,6 +104,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     device: Annotated[
         Literal["auto", "cpu", "cuda", "tpu"], Meta(description="platform to run on; auto: the best that jax finds")
     ] = "auto"
+    device_ids: Annotated[
+        tuple[int, ...] | None,
+        Meta(description="numbers of the devices of this node to use, as CUDA_VISIBLE_DEVICES counts; default: all"),
+    ] = None
+    base_gpu_id: Annotated[int, Meta(description="number of the first device to use, instead of device_ids")] = 0
+    gpu_id_step: Annotated[int, Meta(description="difference between the numbers of two devices after base_gpu_id")] = 1
     attention_backend: Annotated[
         Literal["auto", "reference", "cpu", "triton", "mosaic_tpu", "mosaic_gpu"],
         Meta(description="paged attention kernel; auto chooses by platform"),
@@ -251,6 +257,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         int | None,
         Meta(description="another limit of the prompt tokens per step and rank; default: chunked_prefill_size"),
     ] = None
+    long_prefill_token_threshold: Annotated[
+        int,
+        Meta(description="maximum tokens of one prompt per step, so that a long one leaves room for others; 0: all"),
+    ] = 0
     max_num_batched_tokens: Annotated[
         int | None, Meta(description="maximum tokens per step, decodes included; default: fits chunked_prefill_size")
     ] = None
@@ -391,6 +401,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "engine, until /health answers 503; at most 30 for an idle engine"
         ),
     ] = 300.0
+    soft_watchdog_timeout: Annotated[
+        float | None,
+        Meta(
+            description="seconds without a finished step while requests are open, after which the log has the stacks "
+            "of the engine's threads, once; default: never"
+        ),
+    ] = None
     profile_dir: Annotated[
         str | None, Meta(description="folder where /start_profile writes profiles; required for profiling")
     ] = None

@@ -97,6 +97,35 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "auto: as the template reads them"
         ),
     ] = "auto"
+    trust_request_chat_template: Annotated[
+        bool, Meta(description="let requests bring their own chat_template; it runs with limits on time and memory")
+    ] = False
+    constrained_json_whitespace_pattern: Annotated[
+        str | None,
+        Meta(description="pattern of the whitespace in JSON answers, for requests that name none, such as [ \\n]?"),
+    ] = None
+    constrained_json_disable_any_whitespace: Annotated[
+        bool, Meta(description="write JSON answers without whitespace, for requests that don't say")
+    ] = False
+    allow_auto_truncate: Annotated[
+        bool,
+        Meta(description="shorten prompts that don't fit the context, at their beginning, instead of refusing them"),
+    ] = False
+    abort_on_priority_when_disabled: Annotated[
+        bool, Meta(description="refuse requests with a priority unless schedule_policy is priority")
+    ] = False
+    fingerprint_mode: Annotated[
+        Literal["none", "full", "hash", "custom"],
+        Meta(
+            description="system_fingerprint of answers; none: null; full: the version and the sizes of the mesh; hash: "
+            "a hash of all settings of the engine; custom: fingerprint_value"
+        ),
+    ] = "none"
+    fingerprint_value: Annotated[str | None, Meta(description="system_fingerprint with fingerprint_mode custom")] = None
+    weight_version: Annotated[str, Meta(description="version of the weights, in /model_info and /generate")] = "default"
+    enable_tokenizer_info_endpoint: Annotated[
+        bool, Meta(description="serve /tokenizer_info: the tokenizer's special tokens and the chat template")
+    ] = False
     response_role: Annotated[str, Meta(description="role of the answers of /v1/chat/completions")] = "assistant"
     generation_config: Annotated[
         str,
@@ -186,6 +215,30 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     access_log_exclude: Annotated[
         tuple[str, ...], Meta(description="paths, and all paths below them, whose requests have no line in the log")
     ] = ()
+    log_requests: Annotated[bool, Meta(description="log each request, and its end")] = False
+    log_requests_level: Annotated[
+        int,
+        Meta(
+            description="what log_requests logs; 0: ids, counts and times; 1: sampling options, too; 2: the first "
+            "characters of prompts and answers, too; 3: all of them"
+        ),
+    ] = 1
+    log_requests_format: Annotated[Literal["text", "json"], Meta(description="form of the lines of log_requests")] = (
+        "text"
+    )
+    log_requests_target: Annotated[
+        tuple[str, ...],
+        Meta(description="where the lines of log_requests go: stdout, or folders with a file each; default: the log"),
+    ] = ()
+    max_log_len: Annotated[
+        int | None, Meta(description="most characters of a prompt or answer in log_requests; default: 2048 at level 2")
+    ] = None
+    log_error_stack: Annotated[bool, Meta(description="log the traceback of each error that a request is answered")] = (
+        False
+    )
+    log_config_file: Annotated[
+        str | None, Meta(description="JSON file for Python's logging.config.dictConfig, instead of lines on stderr")
+    ] = None
     disable_fastapi_docs: Annotated[bool, Meta(description="don't serve /openapi.json")] = False
     max_body_bytes: Annotated[int, Meta(description="maximum size of a request body; larger ones are answered 413")] = (
         16 * 2**20
