@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
 def _text(words: list[str]) -> str:
     if words == ["-"]:
         return sys.stdin.read()
-    if len(words) == 1 and "\n" not in words[0] and Path(words[0]).is_file():
+    if len(words) == 1 and " " not in words[0] and Path(words[0]).is_file():
         return Path(words[0]).read_text(encoding="utf-8")
     return words[0] if len(words) == 1 else shlex.join(words)
 

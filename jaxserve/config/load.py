@@ -13,9 +13,10 @@ from typing import Any, Literal
 
 import yaml
 
+from jaxserve.config.foreign_readers import READERS
 from jaxserve.config.mappings import read_mapping
 from jaxserve.config.nearest import nearest
-from jaxserve.config.other_engines import READERS, foreign_flags
+from jaxserve.config.other_engines import foreign_flags
 from jaxserve.config.schema import EngineConfig
 from jaxserve.config.server_schema import ServerConfig
 from jaxserve.config.settings import Setting, as_key, settings
@@ -123,7 +124,9 @@ def _by_setting(givens: Iterable[GivenSetting], notes: list[str]) -> dict[str, S
     for given in last.values():
         for name, value in settings_of(given, notes):
             other = found.get(name)
-            if other is not None and other.value != value.value:
+            if other is not None and isinstance(other.value, dict) and isinstance(value.value, dict):
+                value = dataclasses.replace(value, value={**other.value, **value.value})
+            elif other is not None and other.value != value.value:
                 raise ConfigError(
                     f"{value.place} and {other.place} both set {value.setting.name}, to {value.value!r} and "
                     f"{other.value!r}; keep one"
@@ -169,7 +172,7 @@ def settings_of(given: GivenSetting, notes: list[str], alias: str | None = None)
     """
     key, value, source, place = given.key, given.value, given.source, given.place
     flag = foreign_flags().get(key)
-    if flag is None:
+    if flag is None or key == "config":  # --config is read before the settings
         yield key, SettingValue(_known(given), _converted(_known(given), given), source, place, alias)
         return
     meaning = flag.with_value(value, place)

@@ -24,9 +24,9 @@ import csv
 import dataclasses
 import functools
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib import resources
-from typing import Any, Literal, cast, get_args
+from typing import Literal, cast, get_args
 
 import yaml
 
@@ -131,10 +131,10 @@ class ForeignVariable:
 
 @functools.cache
 def environment_variables() -> tuple[ForeignVariable, ...]:
-    """Return the environment variables of other engines, from `other_environments.tsv`; exact names come first."""
+    """Return the environment variables of other engines, from `other_environments.tsv`; exact and long names first."""
     lines = _lines("other_environments.tsv")
     found = [ForeignVariable(name, cast(Answer, answer), sets, reason) for _, name, answer, sets, reason in lines]
-    return tuple(sorted(found, key=lambda row: "*" in row.name))
+    return tuple(sorted(found, key=lambda row: ("*" in row.name, -len(row.name))))
 
 
 def renames(setting: str) -> list[str]:
@@ -144,25 +144,6 @@ def renames(setting: str) -> list[str]:
         for name, flag in foreign_flags().items()
         if flag.meaning.sets == setting and name != setting and "." not in name
     ]
-
-
-def read_num_draft_tokens(value: object, place: str) -> dict[str, object]:
-    """Return the setting for SGLang's `--speculative-num-draft-tokens`, which also counts the token before the drafts.
-
-    Raises `ConfigError`.
-    """
-    try:
-        tokens = int(str(value))
-    except ValueError:
-        raise ConfigError(f"{place} must be a whole number, got {value!r}") from None
-    if tokens < 2:
-        raise ConfigError(f"{place} counts the token before the drafts too: it must be at least 2, got {tokens}")
-    return {"num_speculative_tokens": tokens - 1}
-
-
-READERS: Mapping[str, Callable[[object, str], Mapping[str, Any]]] = types.MappingProxyType(
-    {"num_draft_tokens": read_num_draft_tokens}
-)
 
 
 def _lines(file: str) -> list[list[str]]:

@@ -24,7 +24,7 @@ from jaxserve.config.server_schema import ServerConfig
 from jaxserve.errors import ConfigError
 
 Config = EngineConfig | ServerConfig
-_SHORT_NUMBER = re.compile(r"(\d+(?:\.\d+)?)([kmgtKMGT])")
+_SHORT_NUMBER = re.compile(r"(\d+(?:\.\d+)?)([kmgtKMGT])(i?)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,13 +82,14 @@ class Setting:
         """Convert the text of a flag to the field's type. Raise `ConfigError`.
 
         A list may have spaces or commas between its values, or be JSON as in vLLM. A whole number may end with k, m, g
-        or t for thousands, millions and so on, or K, M, G or T for powers of 1024, as in vLLM.
+        or t for thousands, millions and so on, or K, M, G or T (or Ki and so on) for powers of 1024, as in
+        vLLM.
         """
         if isinstance(text, list):
             parts = [part.strip(" \"'") for item in text for part in item.strip().strip("[]").split(",")]
             return self._convert([part for part in parts if part], place, strict=False)
         if self.kind is int and (short := _SHORT_NUMBER.fullmatch(text)):
-            base = 1000 if short[2].islower() else 1024
+            base = 1000 if short[2].islower() and not short[3] else 1024
             return int(float(short[1]) * base ** ("kmgt".index(short[2].lower()) + 1))
         return self._convert(text, place, strict=False)
 

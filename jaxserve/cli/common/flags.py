@@ -44,7 +44,7 @@ def add_settings(parser: Parser, *, hidden: Collection[str] = (), only: Collecti
         names = [name for name in (setting.name, *renames(setting.name)) if name not in hidden]
         _add(group, setting, names)
     for name, flag in foreign_flags().items() if only is None else ():
-        if flag.meaning.sets in settings() or name in settings() or "." in name or name in hidden:
+        if flag.meaning.sets in settings() or name in settings() or "." in name or name in hidden or name == "config":
             continue
         if flag.kind == "switch":
             _add_switch(parser, [name], argparse.SUPPRESS)

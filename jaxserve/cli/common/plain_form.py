@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,8 @@ from jaxserve.config.kv_events import KvEventsConfig
 from jaxserve.config.mappings import read_mapping
 from jaxserve.config.other_engines import foreign_flags
 from jaxserve.config.settings import Setting, as_flag, as_key, settings
+
+_LEVEL = re.compile(r"-O(\d)")
 
 
 def in_plain_form(argv: Sequence[str]) -> list[str]:
@@ -22,6 +25,10 @@ def in_plain_form(argv: Sequence[str]) -> list[str]:
     rest = list(argv)
     while rest:
         item = rest.pop(0)
+        if item == "-ep" and not (rest and rest[0].lstrip("-").isdigit()):
+            item = "--enable-expert-parallel"  # vLLM's switch; SGLang's --ep has a number
+        elif level := _LEVEL.fullmatch(item):
+            item = f"--optimization-level={level[1]}"
         if not item.startswith("-"):
             found.append(item)
             continue

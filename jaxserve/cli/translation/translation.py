@@ -10,12 +10,14 @@ from fnmatch import fnmatchcase
 from typing import Literal
 
 import msgspec
+import yaml
 
 from jaxserve.cli.common.plain_form import in_plain_form
 from jaxserve.cli.translation.launch import Engine, Launch
+from jaxserve.config.foreign_readers import READERS
 from jaxserve.config.load import GivenSetting, LoadedConfig, SettingValue, load_config, set_implied_method, settings_of
 from jaxserve.config.nearest import nearest
-from jaxserve.config.other_engines import environment_variables, foreign_flags
+from jaxserve.config.other_engines import ForeignVariable, environment_variables, foreign_flags
 from jaxserve.config.settings import Setting, as_flag, as_key, settings
 from jaxserve.errors import ConfigError
 
@@ -23,6 +25,8 @@ Answer = Literal["note", "refused"]
 
 _NAMES: Mapping[Engine, str] = {"vllm": "vLLM", "sglang": "SGLang"}
 _DEFAULT_PORTS: Mapping[Engine, int] = {"vllm": 8000, "sglang": 30000}
+_OFF = ("", "0", "false", "off", "no")
+_READ = "read "
 _VARIABLE = re.compile(r"\$[\w{(]")
 _DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
 _PATHS = (
@@ -205,21 +209,32 @@ def _environment(launch: Launch, found: dict[str, SettingValue], parts: list[Cha
         row = next((row for row in environment_variables() if fnmatchcase(name, row.name)), None)
         written = f"{name}={value}"
         if row is None:
-            # A variable of the text's own, which its words have already.
-            if name.startswith(("VLLM_", "SGLANG_", "SGL_")):
-                parts.append(ChangedPart(written, "it is not known", "refused"))
-        elif row.sets == "keep":
+            continue  # a variable of the text's own, which its words have already
+        if row.sets == "keep":
             kept[name] = value
         elif row.answer == "taken":
-            for key in row.sets.split(";"):
-                try:
-                    found.update(settings_of(GivenSetting(key.strip(), value, "flag", name), []))
-                except ConfigError as error:
-                    parts.append(ChangedPart(written, str(error), "refused"))
-            parts.append(ChangedPart(written, row.reason or f"is {as_flag(row.sets)}", "note"))
+            parts.append(_from_variable(row, value, written, found))
         else:
-            parts.append(ChangedPart(written, row.reason, "refused" if row.answer == "refused" else "note"))
+            is_refused = row.answer in ("refused", "left out") and value.lower() not in _OFF
+            parts.append(ChangedPart(written, row.reason, "refused" if is_refused else "note"))
     return kept
+
+
+def _from_variable(row: ForeignVariable, value: str, written: str, found: dict[str, SettingValue]) -> ChangedPart:
+    """Add the settings that a variable sets to `found`, and return what it means."""
+    name, equals, fixed = row.sets.partition("=")
+    if equals and value.lower() in _OFF:
+        return ChangedPart(written, "asks for nothing", "note")
+    given = GivenSetting(name, yaml.safe_load(fixed) if equals else value, "flag", row.name)
+    try:
+        if name.startswith(_READ):
+            for key, it in READERS[name.removeprefix(_READ)](value, row.name).items():
+                _set(found, key, it)
+        else:
+            found.update(settings_of(given, []))
+    except ConfigError as error:
+        return ChangedPart(written, str(error), "refused")
+    return ChangedPart(written, row.reason or f"is {as_flag(name)}", "note")
 
 
 def _add_defaults(launch: Launch, found: dict[str, SettingValue], parts: list[ChangedPart]) -> None:
