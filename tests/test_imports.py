@@ -55,13 +55,14 @@ MAY_IMPORT = {
 ORDER_INSIDE = {
     "jaxserve.bench": "datasets processes | engine load | results | accuracy sweep | tune",
     "jaxserve.cli": "common | bench chat compile config convert doctor generate main pull serve | plan",
-    "jaxserve.config": "mappings nearest pipeline processes speculation threads | foreign_forms kv_events ranges | "
-                       "aliases schema | data_parallel served_checkpoint settings | load | explain",
+    "jaxserve.config": "mappings nearest pipeline processes sampling_defaults speculation threads | "
+                       "foreign_forms kv_events ranges | aliases schema server_schema | data_parallel model_files "
+                       "settings | load served_checkpoint | explain",
     "jaxserve.engine": "kv_cache multihost speculation | scheduling | core | process | client",
     "jaxserve.layers": "axes batch exchange | linear norm rope vocabulary | attention delta_net embedding mlp | "
                        "latent_attention mixture",
     "jaxserve.llm": "outputs | generation pooling | llm",
-    "jaxserve.model_source": "builtin_models fields gguf_row pooling | architectures builtin gguf_encoders "
+    "jaxserve.model_source": "builtin_models fields gguf_row hub pooling | architectures builtin gguf_encoders "
                              "gguf_metadata sentence_modules | encoder_heads gguf_architectures gguf_pooling | "
                              "gguf_config | source | token_ids | label_heads | tasks",
     "jaxserve.models": "config dtypes read_fields rope | layout | parameters | decoder other_attention | "

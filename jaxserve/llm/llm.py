@@ -13,13 +13,13 @@ from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxserve import model_source
 from jaxserve.api_types import (
     ProfileInfo,
     SamplingParams,
 )
 from jaxserve.config.data_parallel import require_single_process
 from jaxserve.config.load import from_arguments
+from jaxserve.config.model_files import model_files
 from jaxserve.config.schema import DEFAULT_MODEL
 from jaxserve.config.served_checkpoint import read_served_checkpoint
 from jaxserve.config.server_schema import SHARED_SERVER_SETTINGS, ServerConfig
@@ -50,7 +50,7 @@ from jaxserve.text.prompt_forms import (
 from jaxserve.text.requests import check_ids
 from jaxserve.text.tokenizers.chat_template_files import choose_chat_template
 from jaxserve.text.tokenizers.escaped_marks import EscapedMarks
-from jaxserve.text.tokenizers.tokenizer import load_tokenizer
+from jaxserve.text.tokenizers.served_tokenizer import load_served_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -73,9 +73,9 @@ class LLM:
         for note in loaded.notes:
             logger.warning(note)
         config = require_single_process(loaded.engine, "LLM")
-        source = model_source.resolve(config.model)
+        source = model_files(config)
         self._task = read_served_checkpoint(config, source).task
-        tokenizer = load_tokenizer(source)
+        tokenizer = load_served_tokenizer(config)
         template = choose_chat_template(loaded.server.chat_template, tokenizer.chat_templates)
         self._template = ChatTemplate(template, tokenizer.special_tokens)
         self._tokenizer = tokenizer.with_turn_end(self._template.turn_end())
