@@ -20,6 +20,7 @@ from jaxserve.api_types import (
 from jaxserve.config.data_parallel import require_single_process
 from jaxserve.config.load import from_arguments
 from jaxserve.config.model_files import model_files
+from jaxserve.config.sampling_defaults import SamplingDefaults, read_sampling_defaults
 from jaxserve.config.schema import DEFAULT_MODEL
 from jaxserve.config.served_checkpoint import read_served_checkpoint
 from jaxserve.config.server_schema import SHARED_SERVER_SETTINGS, ServerConfig
@@ -81,12 +82,20 @@ class LLM:
         self._tokenizer = tokenizer.with_turn_end(self._template.turn_end())
         self._marks = EscapedMarks(self._tokenizer) if loaded.server.escape_marks else None
         self._grammars = GrammarChecker(self._tokenizer)
+        self.sampling_defaults = SamplingDefaults()
+        if self._task.generates:
+            choice, override = loaded.server.generation_config, loaded.server.override_generation_config
+            self.sampling_defaults = read_sampling_defaults(choice, override, source)
         self._engine = SharedEngine(InProcessEngine.start(config))
         self._generation = OfflineGeneration(self._engine, self._tokenizer)
         self._pooling = None
         if (pooled := self._task.pooled) is not None:
             forms = self._template, template or "", loaded.server.chat_template
             self._pooling = OfflinePooling(self._engine, self._tokenizer, pooled, *forms)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return the parameters of prompts that have none: those of the model's generation_config.json."""
+        return SamplingParams(**self.sampling_defaults.fields)
 
     def generate(
         self,
@@ -304,7 +313,7 @@ class LLM:
                 "tokens; shorten the prompt, or raise context_length",
                 param="prompt",
             )
-        params = SamplingParams() if params is None else params
+        params = self.get_default_sampling_params() if params is None else params
         if not isinstance(params, SamplingParams):
             raise InvalidRequestError(
                 f"sampling_params must be a SamplingParams, got a {type(params).__name__}", param="sampling_params"

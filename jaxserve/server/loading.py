@@ -44,6 +44,7 @@ type ModelLoader = Callable[[EngineConfig, ServerConfig, EngineSource], Awaitabl
 async def load_model(engine_config: EngineConfig, server_config: ServerConfig, engine: EngineSource) -> LoadedModel:
     """Start the engine and meanwhile read the tokenizer. If either raises, end both and raise its error."""
     from jaxserve.config.model_files import model_files
+    from jaxserve.config.sampling_defaults import SamplingDefaults, read_sampling_defaults
     from jaxserve.config.served_checkpoint import read_served_checkpoint
     from jaxserve.text.answers.formats import choose_formats
     from jaxserve.text.chat_template import ChatTemplate
@@ -69,11 +70,16 @@ async def load_model(engine_config: EngineConfig, server_config: ServerConfig, e
             tokenizer = tokenizer.with_turn_end(await chat_template.turn_end())
         source = model_files(engine_config)
         task = read_served_checkpoint(engine_config, source).task
+        defaults = SamplingDefaults()
         if task.generates:
             reasoning = "none" if formats.reasoning is None else formats.reasoning.name
             logger.info("calls of tools are read as %s, reasoning as %s", formats.calls.name, reasoning)
+            choice, override = server_config.generation_config, server_config.override_generation_config
+            defaults = read_sampling_defaults(choice, override, source)
         grammars = GrammarChecker(tokenizer)
-        loaded = LoadedModel(await launching, tokenizer, chat_template, template or "", grammars, formats, task)
+        loaded = LoadedModel(
+            await launching, tokenizer, chat_template, template or "", grammars, formats, task, defaults
+        )
         if server_config.escape_marks:
             await run_in_thread(lambda: loaded.escaped_marks)
         return loaded
