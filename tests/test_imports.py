@@ -64,7 +64,7 @@ ORDER_INSIDE = {
     "jaxserve.llm": "outputs | generation pooling | llm",
     "jaxserve.model_source": "builtin_models fields gguf_row hub pooling | architectures builtin gguf_encoders "
                              "gguf_metadata sentence_modules | encoder_heads gguf_architectures gguf_pooling | "
-                             "gguf_config | source | token_ids | label_heads | tasks",
+                             "gguf_config | source | generation_config token_ids | label_heads | tasks",
     "jaxserve.models": "config dtypes read_fields rope | layout | parameters | decoder other_attention | "
                        "encoders gemma llama | "
                        "cohere glm granite ministral3 mixtures olmo phi3 seed_oss smollm3 starcoder2 | "

@@ -18,10 +18,10 @@ from jaxserve.api_types import NUMBER_OPTIONS, SHARED_OPTIONS
 from jaxserve.errors import ConfigError
 from jaxserve.model_source import ModelSource
 from jaxserve.model_source.fields import read_json
+from jaxserve.model_source.generation_config import GENERATION_CONFIG, read_generation_config
 
 logger = logging.getLogger("jaxserve.config")
 
-FILE = "generation_config.json"
 _LIMIT = "max_new_tokens"
 _OPTIONS = {name: NUMBER_OPTIONS[name].hint for name in SHARED_OPTIONS}
 _ALL = {**_OPTIONS, _LIMIT: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]}
@@ -64,18 +64,22 @@ def read_sampling_defaults(choice: str, override: Mapping[str, Any] | None, sour
     """Return the defaults of the model `source`, and log them.
 
     `choice` is the setting `generation_config`, `override` is `override_generation_config`. What a file has that is no
-    sampling option is ignored; a value that is out of range, with a warning. Raises `ConfigError` if a chosen folder has no such file, or a file can't be read.
+    sampling option is ignored; a value that is out of range, with a warning. Raises `ConfigError` if a chosen folder
+    has no such file, or a file can't be read.
     """
-    folder = source.path.parent if source.kind == "gguf" else source.path
-    found: dict[str, Any] = {}
-    file = (folder if choice == "auto" else Path(choice).expanduser()) / FILE
-    if choice not in ("auto", "vllm") and not file.is_file():
-        raise ConfigError(f"generation_config={choice}: there is no {file}; name a folder with it, or auto or vllm")
-    if choice != "vllm" and file.is_file():
+    if choice == "vllm":
+        found, place = dict[str, Any](), ""
+    elif choice == "auto":
         # As in SGLang, and unlike in vLLM, the length that a checkpoint names for transformers limits no answer
-        names = _OPTIONS if choice == "auto" else _ALL
-        found = _valid(file, read_json(file), names)
-    places = dict.fromkeys(found, str(file))
+        raw, place = read_generation_config(source)
+        found = _valid(place, raw, _OPTIONS)
+    else:
+        file = Path(choice).expanduser() / GENERATION_CONFIG
+        if not file.is_file():
+            raise ConfigError(f"generation_config={choice}: there is no {file}; name a folder with it, or auto or vllm")
+        place = str(file)
+        found = _valid(place, read_json(file), _ALL)
+    places = dict.fromkeys(found, place)
     for name, value in read_override(override or {}).items():
         found[name], places[name] = value, "override_generation_config"
     found = {name: value for name, value in found.items() if value is not None}
@@ -85,7 +89,7 @@ def read_sampling_defaults(choice: str, override: Mapping[str, Any] | None, sour
     return SamplingDefaults({name: found[name] for name in found if name != _LIMIT}, found.get(_LIMIT))
 
 
-def _valid(file: Path, raw: Mapping[str, Any], kinds: Mapping[str, Any]) -> dict[str, Any]:
+def _valid(place: str, raw: Mapping[str, Any], kinds: Mapping[str, Any]) -> dict[str, Any]:
     found = {}
     for name, kind in kinds.items():
         if raw.get(name) is None:
@@ -93,5 +97,5 @@ def _valid(file: Path, raw: Mapping[str, Any], kinds: Mapping[str, Any]) -> dict
         try:
             found[name] = msgspec.convert(raw[name], kind)
         except msgspec.ValidationError as error:
-            logger.warning("%s: %s=%r is ignored: %s", file, name, raw[name], error)
+            logger.warning("%s: %s=%r is ignored: %s", place, name, raw[name], error)
     return found

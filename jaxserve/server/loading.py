@@ -78,7 +78,14 @@ async def load_model(engine_config: EngineConfig, server_config: ServerConfig, e
             defaults = read_sampling_defaults(choice, override, source)
         grammars = GrammarChecker(tokenizer)
         loaded = LoadedModel(
-            await launching, tokenizer, chat_template, template or "", grammars, formats, task, defaults
+            await launching,
+            tokenizer,
+            chat_template,
+            template or "",
+            grammars,
+            formats,
+            task,
+            sampling_defaults=defaults,
         )
         if server_config.escape_marks:
             await run_in_thread(lambda: loaded.escaped_marks)
