@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from jaxserve.api_types import EngineInfo, KVGroup
 from jaxserve.config.data_parallel import parallelism
-from jaxserve.config.model_files import fetch_files, model_files
+from jaxserve.config.model_files import fetch_files
 from jaxserve.config.schema import EngineConfig
 from jaxserve.config.served_checkpoint import read_served_checkpoint
 from jaxserve.engine.core.loop import EngineLoop
@@ -162,8 +162,7 @@ def _prepare(config: EngineConfig, nodes: ProcessGroup | None) -> _EngineParts:
         devices, local = _find_devices(config, nodes)
         device = local[0]
     with phases("model"):
-        fetch_files(config)
-        source = model_files(config)
+        source = fetch_files(config)
         served = read_served_checkpoint(config, source)
         model = parse_model_config(served.raw, served.where, served.task)
         check_tensors(source, model, config.load_format)

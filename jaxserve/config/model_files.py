@@ -14,12 +14,17 @@ from jaxserve.errors import ConfigError, JaxserveError
 from jaxserve.model_source import HubVersion, ModelSource
 
 
-def fetch_files(config: EngineConfig) -> None:
-    """Download all files of a configuration that aren't on this machine. Raises `ModelNotFoundError`, `ConfigError`."""
-    model_files(config)
-    tokenizer_files(config)
+def fetch_files(config: EngineConfig) -> ModelSource:
+    """Download all files of a configuration that aren't on this machine, and return those of the model.
+
+    Raises `ModelNotFoundError`, `ConfigError`.
+    """
+    source = model_files(config)
+    if has_other_tokenizer(config):
+        tokenizer_files(config)
     if config.speculative_model is not None:
         draft_files(config)
+    return source
 
 
 def model_files(config: EngineConfig) -> ModelSource:

@@ -79,13 +79,15 @@ def read_sampling_defaults(choice: str, override: Mapping[str, Any] | None, sour
             raise ConfigError(f"generation_config={choice}: there is no {file}; name a folder with it, or auto or vllm")
         place = str(file)
         found = _valid(place, read_json(file), _ALL)
-    places = dict.fromkeys(found, place)
-    for name, value in read_override(override or {}).items():
-        found[name], places[name] = value, "override_generation_config"
-    found = {name: value for name, value in found.items() if value is not None}
-    if found:
-        shown = ", ".join(f"{name}={value:g} ({places[name]})" for name, value in found.items())
-        logger.info("Default sampling parameters: %s; --generation-config vllm leaves out those of a file", shown)
+    changes = read_override(override or {})
+    by_place = {
+        place: {name: value for name, value in found.items() if name not in changes},
+        "override_generation_config": {name: value for name, value in changes.items() if value is not None},
+    }
+    shown = [f"{_written(fields)} from {place}" for place, fields in by_place.items() if fields]
+    if shown:
+        logger.info("Default sampling parameters: %s (--generation-config vllm reads no file)", "; ".join(shown))
+    found = {name: value for fields in by_place.values() for name, value in fields.items()}
     return SamplingDefaults({name: found[name] for name in found if name != _LIMIT}, found.get(_LIMIT))
 
 
@@ -99,3 +101,7 @@ def _valid(place: str, raw: Mapping[str, Any], kinds: Mapping[str, Any]) -> dict
         except msgspec.ValidationError as error:
             logger.warning("%s: %s=%r is ignored: %s", place, name, raw[name], error)
     return found
+
+
+def _written(fields: Mapping[str, float]) -> str:
+    return ", ".join(f"{name}={value:g}" for name, value in fields.items())

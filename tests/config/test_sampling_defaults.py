@@ -40,8 +40,8 @@ def test_the_models_own_options(tmp_path: Path, caplog: pytest.LogCaptureFixture
 
     assert read_sampling_defaults("auto", None, source) == SamplingDefaults(OPTIONS)
     [line] = caplog.messages
-    assert line.startswith("Default sampling parameters: temperature=0.7 (")
-    assert str(tmp_path / "generation_config.json") in line
+    shown = "temperature=0.7, top_p=0.8, top_k=20, repetition_penalty=1.05"
+    assert line.startswith(f"Default sampling parameters: {shown} from {tmp_path / 'generation_config.json'} (")
 
 
 def test_neutral_options(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -73,7 +73,9 @@ def test_an_override_changes_sets_and_takes_away(tmp_path: Path, caplog: pytest.
     assert found == SamplingDefaults({"repetition_penalty": 1.05, "top_p": 0.8} | own, 7)
     assert isinstance(found.options["temperature"], float)
     assert found.fields == {"repetition_penalty": 1.05, "top_p": 0.8, "max_tokens": 7} | own
-    assert "temperature=1 (override_generation_config)" in caplog.text
+    assert (
+        "json; temperature=1, presence_penalty=0.5, max_new_tokens=7 from override_generation_config (" in caplog.text
+    )
     assert read_sampling_defaults("vllm", override, write(tmp_path, **QWEN)) == SamplingDefaults(own, 7)
 
 
