@@ -43,6 +43,8 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Asked]:
         here = tmp_path / f"{repo.replace('/', '--')}@{revision}@{len(folder or '')}"
         if local_files_only and not here.exists():
             raise errors.LocalEntryNotFoundError("not here")
+        if revision == "reset":
+            raise RuntimeError("connection reset")
         if revision == "gone":
             raise errors.RevisionNotFoundError("gone", response=Gone())  # type: ignore[arg-type]
         here.mkdir(exist_ok=True)
@@ -130,6 +132,11 @@ def test_a_revision_that_the_hub_does_not_have(asked: list[Asked]) -> None:
         model_files(config(revision="gone"))
     with pytest.raises(ConfigError, match="tokenizer_path=org/other: the hub's model 'org/other' has no revision"):
         tokenizer_files(config(tokenizer_path=OTHER, tokenizer_revision="gone"))
+
+
+def test_any_error_of_a_download(asked: list[Asked]) -> None:
+    with pytest.raises(ModelNotFoundError, match="could not get hub model 'org/model' at revision 'reset': connection"):
+        model_files(config(revision="reset"))
 
 
 def test_what_is_in_no_folder_is_an_error_that_names_the_revision(tmp_path: Path, monkeypatch) -> None:

@@ -73,9 +73,8 @@ def test_an_override_changes_sets_and_takes_away(tmp_path: Path, caplog: pytest.
     assert found == SamplingDefaults({"repetition_penalty": 1.05, "top_p": 0.8} | own, 7)
     assert isinstance(found.options["temperature"], float)
     assert found.fields == {"repetition_penalty": 1.05, "top_p": 0.8, "max_tokens": 7} | own
-    assert (
-        "json; temperature=1, presence_penalty=0.5, max_new_tokens=7 from override_generation_config (" in caplog.text
-    )
+    shown = "temperature=1, presence_penalty=0.5, max_new_tokens=7"
+    assert f"json; {shown} from override_generation_config (" in caplog.text
     assert read_sampling_defaults("vllm", override, write(tmp_path, **QWEN)) == SamplingDefaults(own, 7)
 
 
