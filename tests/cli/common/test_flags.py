@@ -42,6 +42,7 @@ VALUES = {
     "prompt_lookup_min": "3",
     "kv_events_config": '{"publisher": "zmq"}',
     "hf_overrides": '{"num_labels": 1}',
+    "override_generation_config": '{"top_k": 1}',
 }
 
 
