@@ -13,14 +13,14 @@ _GIB = 2**30
 
 
 def _num_draft_tokens(value: object, place: str) -> dict[str, Any]:
-    tokens = int(_number(value, place))
+    tokens = _whole(value, place)
     if tokens < 2:
         raise ConfigError(f"{place} counts the token before the drafts too: it must be at least 2, got {tokens}")
     return {"num_speculative_tokens": tokens - 1}
 
 
 def _attn_dp_size(value: object, place: str) -> dict[str, Any]:
-    ranks = int(_number(value, place))
+    ranks = _whole(value, place)
     return {} if ranks == 1 else {"dp_size": ranks, "enable_dp_attention": True}
 
 
@@ -55,6 +55,13 @@ def _two_sided(rule: Sequence[object], place: str) -> list[float]:
     middle, base, count = (_number(part, place) for part in rule)
     distances = [base**power for power in range(1, math.ceil(count / 2) + 1)]
     return sorted({middle, *(middle + each for each in distances), *(max(0.0, middle - each) for each in distances)})
+
+
+def _whole(value: object, place: str) -> int:
+    number = _number(value, place)
+    if number != int(number):
+        raise ConfigError(f"{place} must be a whole number, got {value!r}")
+    return int(number)
 
 
 def _number(value: object, place: str) -> float:

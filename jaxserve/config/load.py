@@ -186,7 +186,7 @@ def settings_of(given: GivenSetting, notes: list[str], alias: str | None = None)
         if key not in settings():
             notes.append(f"{_with_value(given)}: sets {', '.join(f'{name}={it}' for name, it in fixed.items())}")
         for name, it in fixed.items():
-            yield name, SettingValue(settings()[name], it, source, place, None if name == key else alias or key)
+            yield name, SettingValue(settings()[name], it, source, place, alias or (None if name == key else key))
     elif meaning.sets == "":
         for name, it in read_mapping(value, place, '{"key": "value"}').items():
             part = f"{flag.key}.{name}"
@@ -221,7 +221,7 @@ def _converted(setting: Setting, given: GivenSetting) -> object:
         return str(value).lower()
     if given.source == "flag" and (isinstance(value, str) or (isinstance(value, list) and _are_texts(value))):
         return setting.parse([value] if setting.is_list and isinstance(value, str) else value, given.place)
-    return setting.convert(value, given.place)
+    return setting.convert([value] if setting.is_list and isinstance(value, int) else value, given.place)
 
 
 def _are_texts(values: list[Any]) -> bool:

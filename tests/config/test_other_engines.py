@@ -3,8 +3,9 @@ from pathlib import Path
 
 import pytest
 
+from jaxserve.config.foreign_readers import READERS
 from jaxserve.config.load import GivenSetting, load_config
-from jaxserve.config.other_engines import READERS, ForeignFlag, Meaning, foreign_flags
+from jaxserve.config.other_engines import ForeignFlag, Meaning, foreign_flags
 from jaxserve.config.settings import as_flag, as_key, settings
 from jaxserve.errors import ConfigError
 
@@ -82,7 +83,8 @@ def test_every_flag_of_another_engine_has_an_answer(engine: str) -> None:
         assert flag.engine in (engine, "both"), names
         answers.append(flag.meaning.answer)
     usable = [answer for answer in answers if answer != "left out"]
-    assert 2 * sum(answer in ("taken", "in force") for answer in usable) >= len(usable)
+    accepted = sum(answer in ("taken", "in force", "by design") for answer in usable)
+    assert 2 * accepted >= len(usable)
 
 
 @pytest.mark.parametrize(
@@ -126,6 +128,8 @@ def test_a_rename_sets_our_setting(written: str, value: object, ours: str, expec
         ("pp_async_batch_depth", "0"),
         ("attention_backend", "fa3"),
         ("attention_backend", "FLASHINFER"),
+        ("trust_remote_code", True),
+        ("grammar_backend", "xgrammar"),
     ],
 )
 def test_a_flag_in_force_changes_nothing_and_makes_a_note(key: str, value: object) -> None:
@@ -139,13 +143,11 @@ def test_a_flag_in_force_changes_nothing_and_makes_a_note(key: str, value: objec
     ("key", "value", "says"),
     [
         ("kv_cache_dtype", "nvfp4", "quantized types of a KV cache are fp8_e4m3 and fp8_e5m2"),
-        ("kv_cache_dtype", "bfloat16", "auto uses the type of --dtype"),
         ("quantization", "bitsandbytes", "awq, gptq, compressed-tensors, fp8 and GGUF"),
         ("pp_max_micro_batch_size", "8", "--max-running-requests"),
         ("pp_async_batch_depth", "2", "a step for each stage is in flight"),
         ("enable_dynamic_chunking", True, "--chunked-prefill-size tokens"),
         ("speculative_method", "medusa", "not supported"),
-        ("trust_remote_code", True, "never run"),
         ("dtype", "half", "bfloat16"),
     ],
 )
@@ -226,13 +228,10 @@ def test_grammars_are_held_by_llguidance(written: str, value: object) -> None:
 @pytest.mark.parametrize(
     ("written", "value", "says"),
     [
-        ("grammar_backend", "xgrammar", "held by llguidance, with every model; leave it out"),
         ("guided_decoding_backend", "outlines", "held by llguidance"),
-        ("structured_outputs_config", '{"backend": "xgrammar"}', "held by llguidance"),
         ("structured_outputs_config", '{"disable_any_whitespace": true}', "a request asks for it"),
         ("structured_outputs_config", '{"backed": "auto"}', "did you mean backend"),
         ("structured_outputs_config", "auto", "is not valid JSON"),
-        ("constrained_json_whitespace_pattern", " ?", "`whitespace_pattern` in its `structured_outputs`"),
         ("guided_decoding_disable_any_whitespace", True, "a request asks for it"),
     ],
 )

@@ -134,8 +134,6 @@ def test_a_mapping_in_yaml_and_as_an_argument(tmp_path: Path) -> None:
         (("--speculative-num-draft-tokens", "1"), "must be at least 2, got 1"),
         (("--speculative-num-draft-tokens", "x"), "must be a whole number, got 'x'"),
         (("--speculative-eagle-topk", "4"), "--speculative-eagle-topk 4 is refused: drafts are chains, not trees"),
-        (("--speculative-ngram-max-bfs-breadth", "10"), "chains, not trees"),
-        (("--speculative-ngram-capacity", "1000"), "all of its own tokens"),
         (("--speculative-accept-threshold-single", "0.8"), "answers never change"),
         (("-tp", "4", "--speculative-draft-tensor-parallel-size", "1"),
          "--speculative-draft-tensor-parallel-size must be tp_size=4, got 1"),

@@ -44,6 +44,7 @@ VALUES = {
     "kv_events_config": '{"publisher": "zmq"}',
     "hf_overrides": '{"num_labels": 1}',
     "ssl_cert_reqs": "1",
+    "log_requests_level": "2",
     "metrics_prefix": "vllm",
     "override_generation_config": '{"top_k": 1}',
 }
