@@ -238,7 +238,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             if not path.startswith("/"):
                 raise ConfigError(f"access_log_exclude must have paths that begin with /, got {path!r}")
         if self.ssl_certfile is None and (names := [name for name in _NEED_CERTIFICATE if getattr(self, name)]):
-            raise ConfigError(f"{' and '.join(names)} need ssl_certfile, without which plain HTTP is served")
+            raise ConfigError(
+                f"set ssl_certfile too: without it plain HTTP is served, which has no use for {', '.join(names)}"
+            )
         if self.ssl_cert_reqs and self.ssl_ca_certs is None:
             raise ConfigError(
                 f"ssl_cert_reqs={self.ssl_cert_reqs} needs ssl_ca_certs, the authorities that clients' certificates "

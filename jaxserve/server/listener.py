@@ -25,12 +25,12 @@ def listening(config: ServerConfig) -> Iterator[socket.socket]:
             yield listener
         return
     with _bind_path(config.uds) as listener:
-        own = os.stat(config.uds)
+        own = _identity(config.uds)
         try:
             yield listener
         finally:
             with contextlib.suppress(OSError):
-                if os.path.samestat(os.lstat(config.uds), own):
+                if _identity(config.uds) == own:
                     os.unlink(config.uds)
 
 
@@ -78,6 +78,11 @@ def _bind_path(path: str) -> socket.socket:
         raise
     listener.setblocking(False)
     return listener
+
+
+def _identity(path: str) -> tuple[int, ...]:
+    found = os.lstat(path)
+    return found.st_dev, found.st_ino, found.st_mtime_ns  # a number may be given again to a later file
 
 
 def _remove_stale(path: str) -> None:

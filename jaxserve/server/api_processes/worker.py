@@ -166,9 +166,8 @@ async def _run(control: socket.socket, connections: socket.socket) -> int:
     try:
         lifecycle = Lifecycle(state, worker, load, [])
     except JaxserveError as error:  # a file of TLS, which the parent could read before
-        worker.report_failure(error, 1)
-        await parent.receive()
-        return 1
+        worker.report_failure(error, 2)
+        return 2
     following = asyncio.create_task(worker.follow(state))
     running = asyncio.create_task(lifecycle.run())
     await lifecycle.server.listening.wait()

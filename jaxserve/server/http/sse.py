@@ -96,7 +96,10 @@ class _KeptAliveStream(EventStream):
         self._last_write = time.monotonic()
         # Held while something is sent: a comment must not come before the status line, nor after the end.
         self._lock = asyncio.Lock()
+
+    async def __aenter__(self) -> EventStream:
         self._commenting = asyncio.create_task(self._comment_silence())
+        return self
 
     async def __aexit__(self, *raised: Any) -> bool:
         try:

@@ -76,7 +76,7 @@ def _make_context(config: ServerConfig) -> ssl.SSLContext:
         try:
             context.set_ciphers(config.ssl_ciphers)
         except ssl.SSLError as error:
-            raise ConfigError(f"--ssl-ciphers {config.ssl_ciphers} has none that OpenSSL knows: {error}") from error
+            raise ConfigError(f"--ssl-ciphers {config.ssl_ciphers} has no cipher that OpenSSL knows") from error
     return context
 
 
@@ -109,9 +109,10 @@ def _load_key(context: ssl.SSLContext, config: ServerConfig) -> None:
             raise ConfigError(
                 f"the key in {flag} is encrypted: give its password with --ssl-keyfile-password"
             ) from None
-        if is_encrypted and "MISMATCH" not in error.reason:
+        if is_encrypted and "MISMATCH" not in str(error):
             raise ConfigError(f"--ssl-keyfile-password is not that of the key in {flag}") from None
-        raise ConfigError(f"{flag} is not a PEM file with the key of the certificate's owner: {error}") from error
+        advice = "; name its file with --ssl-keyfile" if key is None else ""
+        raise ConfigError(f"{flag} has no key that can be used with the certificate: {error}{advice}") from error
     except OSError as error:
         raise ConfigError(f"{flag} can't be read: {error.strerror}") from error
     except ValueError as error:
