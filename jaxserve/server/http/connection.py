@@ -78,8 +78,6 @@ class HttpConnection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse `data`, and refuse the request if it is past a limit."""
-        if self.transport.is_closing():
-            return  # TLS still reads then
         if self._refusal is not None:
             self._num_discarded += len(data)
             if self._num_discarded > DISCARD_BYTES:

@@ -16,12 +16,8 @@ class RootPath:
         self._root_path = root_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            path = scope["path"].removeprefix(self._root_path)
-            if path.startswith("/"):
-                scope["path"] = path
-            elif not path:
-                scope["path"] = "/"
+        if scope["type"] == "http" and is_below(scope["path"], (self._root_path,)):
+            scope["path"] = scope["path"].removeprefix(self._root_path) or "/"
         await self.app(scope, receive, send)
 
 

@@ -66,6 +66,14 @@ async def test_paths_and_those_below_them_may_have_none(
     assert [path for path in found if "nothing" not in path] == left
 
 
+async def test_the_path_of_a_proxy_is_not_in_the_lines(caplog: pytest.LogCaptureFixture):
+    async with over_asgi(log_level_http="info", root_path="/llm") as server:
+        for path in ("/llm/health", "/llm/version", "/llmx"):
+            await server.http.get(path)
+    found = [record.getMessage().split()[1] for record in caplog.records if record.name == "jaxserve.access"]
+    assert found == ["/version", "/llmx"]
+
+
 async def test_a_line_has_method_status_time_and_id(caplog: pytest.LogCaptureFixture):
     async with over_asgi(log_level_http="info") as server:
         await server.http.get("/nothing", headers={"x-request-id": "abc"})
