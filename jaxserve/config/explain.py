@@ -11,8 +11,7 @@ import msgspec
 
 from jaxserve.config.load import LoadedConfig, SettingValue
 from jaxserve.config.schema import EngineConfig
-
-_SECRET = frozenset({"api_key", "admin_api_key", "ssl_keyfile_password"})
+from jaxserve.config.server_schema import SECRETS
 
 
 def as_rows(loaded: LoadedConfig) -> list[dict[str, Any]]:
@@ -43,7 +42,7 @@ def as_text(loaded: LoadedConfig, width: int = 100) -> Iterable[str]:
 
 def printable_value(value: SettingValue) -> object:
     """Return the value for printing: secrets masked, tuples as lists, structs as mappings."""
-    if value.setting.name in _SECRET and value.value is not None:
+    if value.setting.name in SECRETS and value.value is not None:
         return "***"
     return list(value.value) if isinstance(value.value, tuple) else msgspec.to_builtins(value.value)
 

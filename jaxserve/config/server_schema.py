@@ -26,6 +26,17 @@ SHARED_SERVER_SETTINGS = frozenset(
 )
 """The settings of the server that `LLM` has too."""
 
+SECRETS = frozenset({"api_key", "admin_api_key", "ssl_keyfile_password"})
+"""The settings whose values are shown to nobody."""
+
+_NEED_CERTIFICATE = (
+    "ssl_keyfile",
+    "ssl_keyfile_password",
+    "ssl_ca_certs",
+    "ssl_cert_reqs",
+    "ssl_ciphers",
+    "enable_ssl_refresh",
+)
 
 METRICS_PREFIXES = ("vllm", "sglang")
 
@@ -36,7 +47,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
     port: Annotated[int, Meta(description="port to listen on; 0 chooses a free one")] = 8000
     uds: Annotated[
-        str | None, Meta(description="path of a Unix domain socket to listen on, instead of host and port")
+        str | None, Meta(description="path of a Unix domain socket to listen on; host and port are ignored then")
     ] = None
     root_path: Annotated[
         str,
@@ -267,8 +278,29 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             (self.allowed_methods, self.allowed_headers, self.allow_credentials) != (("*",), ("*",), False)
         ):
             raise ConfigError("allowed_methods, allowed_headers and allow_credentials need allowed_origins")
+        self._check_listening()
         others = [name for name in self.metrics_prefix if name not in METRICS_PREFIXES]
         if others:
             raise ConfigError(f"metrics_prefix must be one of {', '.join(METRICS_PREFIXES)}, got {others[0]!r}")
         read_override(self.override_generation_config or {})
         check_ranges(self, SERVER_RANGES)
+
+    def _check_listening(self) -> None:
+        if self.uds == "":
+            raise ConfigError("uds must be a path, got an empty text")
+        if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
+            raise ConfigError(f"root_path must begin with / and not end with it, got {self.root_path!r}")
+        if self.admin_api_key == "":
+            raise ConfigError("admin_api_key must not be empty: set a key, or leave it out")
+        for path in self.access_log_exclude:
+            if not path.startswith("/"):
+                raise ConfigError(f"access_log_exclude must have paths that begin with /, got {path!r}")
+        if self.ssl_certfile is None and (names := [name for name in _NEED_CERTIFICATE if getattr(self, name)]):
+            raise ConfigError(
+                f"set ssl_certfile too: without it plain HTTP is served, which has no use for {', '.join(names)}"
+            )
+        if self.ssl_cert_reqs and self.ssl_ca_certs is None:
+            raise ConfigError(
+                f"ssl_cert_reqs={self.ssl_cert_reqs} needs ssl_ca_certs, the authorities that clients' certificates "
+                "must be from"
+            )

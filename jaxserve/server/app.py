@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import msgspec
@@ -28,6 +27,7 @@ from jaxserve.server.errors import cors_is_off, to_http_error
 from jaxserve.server.http.auth import BearerAuth
 from jaxserve.server.http.endpoint import BodilessEndpoint, BodilessHandler, JsonEndpoint, JsonHandler
 from jaxserve.server.http.exchange import HttpExchange
+from jaxserve.server.http.paths import RootPath, plain_path
 from jaxserve.server.http.request_id import RequestId
 from jaxserve.server.openai.chat import chat_completions
 from jaxserve.server.openai.completions import completions
@@ -83,7 +83,10 @@ class _App(Router):
     write them, and lose the body if they are redirected.
 
     It is no `Starlette`, as every streamed token would pass through its error middleware; our routes answer errors.
+    With `hides_routes`, no answer refers to the document of the routes.
     """
+
+    hides_routes = False
 
     async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request, inside the middleware."""
@@ -91,21 +94,22 @@ class _App(Router):
         try:
             await super().app(scope, receive, send)
         except HTTPException as error:
-            plain = re.sub("/+", "/", scope["path"]).rstrip("/")
+            plain = plain_path(scope["path"])
             if error.status_code == 404 and plain != scope["path"]:
                 scope["path"] = plain
                 await self.app(scope, receive, send)
                 return
             is_preflight = any(name == b"access-control-request-method" for name, _ in scope["headers"])
-            await HttpExchange(scope, receive, send).respond_error(
-                cors_is_off() if error.status_code == 405 and is_preflight else to_http_error(error)
-            )
+            answer = cors_is_off() if error.status_code == 405 and is_preflight else to_http_error(error)
+            if answer.code == "not_found" and self.hides_routes:
+                answer.message = "No such route"
+            await HttpExchange(scope, receive, send).respond_error(answer)
 
 
 def make_app(state: ServerState) -> Router:
     """Return the ASGI application for `state`; it answers in every phase of the server."""
     operations = [operation for operation, _ in (*_BODILESS, *_POSTS)]
-    operations.append(Operation("GET", "/openapi.json", "This document"))
+    operations.append(Operation("GET", _DOCUMENT, "This document"))
     # The key says whether the model is loaded, since the schemas depend on the model.
     documents: dict[bool, msgspec.Raw] = {}
 
@@ -115,14 +119,18 @@ def make_app(state: ServerState) -> Router:
             documents[is_loaded] = msgspec.Raw(openapi_document(operations, state))
         await exchange.respond(documents[is_loaded])
 
-    routes = [Route("/openapi.json", BodilessEndpoint("/openapi.json", state, {"GET": openapi}), methods=["GET"])]
+    routes = []
+    if not state.config.disable_fastapi_docs:
+        routes.append(Route(_DOCUMENT, BodilessEndpoint(_DOCUMENT, state, {"GET": openapi}), methods=["GET"]))
     for path in dict.fromkeys(item.path for item, _ in _BODILESS):
         by_method = {item.method: handle for item, handle in _BODILESS if item.path == path}
         routes.append(Route(path, BodilessEndpoint(path, state, by_method), methods=[*by_method]))
     for item, handle in _POSTS:
         assert item.body is not None
         routes.append(Route(item.path, JsonEndpoint(item.path, state, item.body, handle), methods=["POST"]))
-    middleware = [Middleware(RequestId, record=state.metrics.record_http)]
+    middleware = [Middleware(RequestId, record=state.metrics.record_http, config=state.config)]
+    if state.config.root_path:
+        middleware.insert(0, Middleware(RootPath, root_path=state.config.root_path))
     if state.config.allowed_origins:  # before the key, which preflights don't have
         middleware.append(
             Middleware(
@@ -134,11 +142,14 @@ def make_app(state: ServerState) -> Router:
                 expose_headers=("X-Request-Id",),
             )
         )
-    if state.config.api_key is not None:
-        middleware.append(Middleware(BearerAuth, api_key=state.config.api_key))
-    return _App(routes, redirect_slashes=False, middleware=middleware)
+    if state.config.api_key is not None or state.config.admin_api_key is not None:
+        middleware.append(Middleware(BearerAuth, config=state.config))
+    app = _App(routes, redirect_slashes=False, middleware=middleware)
+    app.hides_routes = state.config.disable_fastapi_docs
+    return app
 
 
+_DOCUMENT = "/openapi.json"
 _FLUSH = "Empty the prefix cache"
 _RESPONSE = "/v1/responses/{response_id}"
 _BODILESS: tuple[tuple[Operation, BodilessHandler], ...] = (

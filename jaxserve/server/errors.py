@@ -141,11 +141,12 @@ def invalid_http() -> HttpError:
     return HttpError(400, "This is not a valid HTTP/1.1 request", code="invalid_http")
 
 
-def invalid_api_key() -> HttpError:
-    """Return a 401 for a missing or wrong key."""
+def invalid_api_key(setting: str) -> HttpError:
+    """Return a 401 for a missing or wrong key, which is that of a setting."""
+    which = "admin " if setting == "admin_api_key" else ""
     return HttpError(
         401,
-        "Missing or wrong API key: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
+        f"Missing or wrong {which}API key: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
         type="authentication_error",
         code="invalid_api_key",
         headers=((b"www-authenticate", b"Bearer"),),

@@ -15,7 +15,7 @@ import logging
 import socket
 import time
 from collections.abc import Iterator
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import uvicorn
 
@@ -23,6 +23,7 @@ from jaxserve.api_types import EngineInfo
 from jaxserve.errors import JaxserveError
 from jaxserve.server.app import make_app
 from jaxserve.server.http.connection import HttpConnection
+from jaxserve.server.http.tls import make_tls
 from jaxserve.server.loading import EngineSource, ModelLoader
 from jaxserve.server.server_state import LoadedModel, ServerState
 
@@ -73,40 +74,50 @@ class HttpServer(uvicorn.Server):
                 timeout_graceful_shutdown=FLUSH_SECONDS,
             )
         )
+        self.tls = make_tls(state.config)
+        self._listening_options: dict[str, Any] = {}
+        if self.tls is not None:
+            timeout = state.config.request_read_timeout
+            self._listening_options = {"ssl": self.tls.context, "ssl_handshake_timeout": timeout}
         self.listening = asyncio.Event()
         self._adopting: set[asyncio.Task[object]] = set()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to serve; then `listening` is set."""
-        await super().startup(sockets)
+        await super().startup([])
+        loop = asyncio.get_running_loop()
+        for listener in sockets or ():
+            self.servers.append(
+                await loop.create_server(
+                    self._new_connection, sock=listener, backlog=self.config.backlog, **self._listening_options
+                )
+            )
         self.listening.set()
 
     def adopt(self, connection: socket.socket) -> None:
         """Serve a connection that another process has accepted."""
-
-        protocol = functools.partial(
-            self._connection, config=self.config, server_state=self.server_state, app_state=self.lifespan.state
-        )
-        loop = asyncio.get_running_loop()
-        task = loop.create_task(loop.connect_accepted_socket(protocol, connection))
+        task = asyncio.create_task(self._adopt(connection))
         self._adopting.add(task)
         task.add_done_callback(self._adopting.discard)
+
+    async def _adopt(self, connection: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        with contextlib.suppress(OSError):  # the handshake of TLS has failed
+            await loop.connect_accepted_socket(self._new_connection, connection, **self._listening_options)
+
+    def _new_connection(self) -> HttpConnection:
+        state = {"server_state": self.server_state, "app_state": self.lifespan.state}
+        return self._connection(config=self.config, **state)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
 
-def url_of(listener: socket.socket) -> str:
-    """Return the URL of a server that listens here."""
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def log_ready(listener: socket.socket, seconds: float, info: EngineInfo) -> None:
-    """Log that a server is ready, `seconds` after its start."""
+def log_ready(url: str, seconds: float, info: EngineInfo) -> None:
+    """Log that the server at `url` is ready, `seconds` after its start."""
     phases = ", ".join(f"{name} {value:.1f} s" for name, value in info.startup_seconds.items())
-    logger.info("Ready: %s in %.1f s%s", url_of(listener), seconds, f" ({phases})" if phases else "")
+    logger.info("Ready: %s in %.1f s%s", url, seconds, f" ({phases})" if phases else "")
 
 
 class Lifecycle:
@@ -175,6 +186,8 @@ class Lifecycle:
             self._state.metrics.tick()
             self._state.refusals.tick()
             self._state.responses.expire()
+            if self.server.tls is not None:
+                self.server.tls.refresh()
             await asyncio.sleep(1.0)
 
     async def _drain(self, death: asyncio.Future[str]) -> None:

@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING
 from jaxserve import host
 from jaxserve.config.schema import EngineConfig
 from jaxserve.config.server_schema import ServerConfig
-from jaxserve.errors import ConfigError, JaxserveError
-from jaxserve.server.lifecycle import Lifecycle, log_ready, url_of
+from jaxserve.errors import JaxserveError
+from jaxserve.server.http.tls import make_tls
+from jaxserve.server.lifecycle import Lifecycle, log_ready
+from jaxserve.server.listener import listening, url_of
 from jaxserve.server.loading import ModelLoader, fetch_model, load_model
 from jaxserve.server.server_state import LoadedModel, ServerState
 
@@ -32,26 +34,29 @@ def serve(
     load: ModelLoader = load_model,
     engine_module: str = "jaxserve.worker",
 ) -> int:
-    """Serve until a signal or the engine's death, and return the exit code. Raises `ConfigError` if binding fails.
+    """Serve until a signal or the engine's death, and return the exit code. Raises `ConfigError` if binding fails, or
+    if a file of TLS can't be used.
 
     `load` is a function of a module, which every API process calls. Engine processes run `engine_module`.
     """
-    listener = _bind(server_config)
+    make_tls(server_config)  # raises before anything starts
+    if server_config.ssl_ca_certs is not None and server_config.ssl_cert_reqs == 0:
+        logger.warning("--ssl-ca-certs has no effect with --ssl-cert-reqs 0: clients are not asked for certificates")
     # Each text is tokenized by the thread that asks for it: in a shared pool, short texts would wait for long ones.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-    async def run() -> int:
+    async def run(listener: socket.socket) -> int:
         if server_config.api_server_count > 1:
             from jaxserve.server.api_processes.supervisor import Supervisor
 
             return await Supervisor(engine_config, server_config, listener, _name_of(load), engine_module).run()
         state = ServerState(server_config, engine_config)
         process = _OnlyProcess(state, listener, engine_module)
-        logger.info("Listening on %s, loading %s", url_of(listener), engine_config.model)
+        logger.info("Listening on %s, loading %s", url_of(listener, server_config), engine_config.model)
         return await Lifecycle(state, process, load, [listener]).run()
 
-    with asyncio.Runner(loop_factory=host.new_event_loop) as runner:
-        return runner.run(run())
+    with listening(server_config) as listener, asyncio.Runner(loop_factory=host.new_event_loop) as runner:
+        return runner.run(run(listener))
 
 
 class _OnlyProcess:
@@ -82,7 +87,7 @@ class _OnlyProcess:
 
     def report_ready(self, loaded: LoadedModel, seconds: float) -> None:
         """Log that requests are served."""
-        log_ready(self._listener, seconds, loaded.engine.info)
+        log_ready(url_of(self._listener, self._state.config), seconds, loaded.engine.info)
 
     async def finish_drain(self) -> None:
         """Return at once."""
@@ -97,27 +102,6 @@ class _OnlyProcess:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(replica.pid, signal.SIGKILL)
         os._exit(128 + number)
-
-
-def _bind(config: ServerConfig) -> socket.socket:
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise ConfigError(f"--host {config.host} is not an address to listen on: {error}") from error
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(2048)
-    except OSError as error:
-        listener.close()
-        raise ConfigError(
-            f"can't listen on {config.host}:{config.port}: {error}; choose another with --host or --port"
-        ) from error
-    listener.setblocking(False)
-    return listener
 
 
 def _name_of(load: ModelLoader) -> str:

@@ -50,7 +50,7 @@ def running(*flags: str, model: str = "fake") -> Iterator[FakeServer]:
         lines = []
         for line in process.stderr:
             lines.append(line)
-            if found := re.search(r"Ready: (http://\S+)", line):
+            if found := re.search(r"Ready: (\S+) in", line):
                 break
         else:
             raise AssertionError("".join(lines))

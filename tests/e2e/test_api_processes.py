@@ -8,12 +8,14 @@ import os
 import re
 import signal
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from tests.e2e.fake_server import FakeServer, running
+from tests.server.http.test_tls import FIRST, SECOND, put, trusting
 
 pytestmark = pytest.mark.process
 
@@ -203,6 +205,27 @@ async def test_the_engines_death_ends_every_request_and_the_server() -> None:
             assert await asyncio.gather(one.end(), other.end()) == [["error"]] * 2
         assert server.wait() == 1
         server.until_logged("The engine has ended: DP1: engine process ended with code -9")
+
+
+async def test_all_serve_tls_on_a_path_and_renew_its_certificate(tmp_path: Path) -> None:
+    path = str(tmp_path / "socket")
+    files = put(FIRST, tmp_path)
+    tls = ["--ssl-certfile", files["ssl_certfile"], "--ssl-keyfile", files["ssl_keyfile"], "--enable-ssl-refresh"]
+    with running(*FLAGS, *tls, "--uds", path) as server:
+        assert server.url == f"unix:{path}"
+        for certificate in (FIRST, SECOND):
+            if certificate is SECOND:
+                put(SECOND, tmp_path)
+                for name in ("API0", "API1"):
+                    server.until_logged(f"{name}] INFO New connections use the changed certificate")
+            for _ in range(2):  # in each process
+                transport = httpx.AsyncHTTPTransport(uds=path, verify=trusting(certificate))
+                async with httpx.AsyncClient(base_url="https://localhost", transport=transport, timeout=60) as http:
+                    answer = await http.post("/v1/completions", json={"prompt": [1, 2], "max_tokens": 2})
+                    assert answer.json()["usage"]["completion_tokens"] == 2
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait() == 0
+    assert not os.path.exists(path)
 
 
 def test_a_model_that_cannot_be_served_is_refused_once() -> None:

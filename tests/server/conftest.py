@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from jaxserve.config.server_schema import ServerConfig
 from jaxserve.model_source.pooling import ModelTask
 from jaxserve.server.app import make_app
 from jaxserve.server.lifecycle import HttpServer
+from jaxserve.server.listener import listening, url_of
 from jaxserve.server.server_state import LoadedModel, ServerState
 from jaxserve.text.answers.formats import choose_formats
 from jaxserve.text.grammars.checking import GrammarChecker
@@ -80,20 +80,21 @@ async def over_asgi(*args: Any, **settings: Any) -> AsyncIterator[ServerUnderTes
 
 
 @contextlib.asynccontextmanager
-async def over_socket(*args: Any, **settings: Any) -> AsyncIterator[ServerUnderTest]:
-    """Run a real uvicorn on a free port."""
-    state, engine = make_state(*args, **settings)
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
-    listener.listen()
-    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    server = HttpServer(state)
-    server.config.timeout_graceful_shutdown = 1
-    task = asyncio.create_task(server.serve([listener]))
-    async with httpx.AsyncClient(base_url=url) as client:
-        yield ServerUnderTest(state, engine, client, url)
-    server.should_exit = True
-    await task
+async def over_socket(
+    *args: Any, transport: httpx.AsyncBaseTransport | None = None, **settings: Any
+) -> AsyncIterator[ServerUnderTest]:
+    """Run a real uvicorn on a free port, or as the settings say."""
+    state, engine = make_state(*args, **{"port": 0} | settings)
+    with listening(state.config) as listener:
+        url = url_of(listener, state.config)
+        server = HttpServer(state)
+        server.config.timeout_graceful_shutdown = 1
+        task = asyncio.create_task(server.serve([listener]))
+        base_url = "http://localhost" if url.startswith("unix:") else url
+        async with httpx.AsyncClient(base_url=base_url, transport=transport) as client:
+            yield ServerUnderTest(state, engine, client, url)
+        server.should_exit = True
+        await task
     await engine.shutdown()
     state.tokenizer_threads.shutdown()
     state.large_tokenizer_threads.shutdown()

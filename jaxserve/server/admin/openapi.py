@@ -11,7 +11,7 @@ import msgspec
 import jaxserve
 from jaxserve.server.admin.schemas import request_schemas
 from jaxserve.server.errors import MESSAGES_PATH
-from jaxserve.server.http.auth import PATHS_WITHOUT_KEY
+from jaxserve.server.http.auth import key_of
 from jaxserve.server.server_state import ServerState
 
 
@@ -60,7 +60,6 @@ class Operation:
 
 def openapi_document(operations: Sequence[Operation], state: ServerState) -> bytes:
     """Return the OpenAPI 3.1 document of `operations`, with the limits of the served model."""
-    with_key = state.config.api_key is not None
     types: list[type] = [kind for item in operations for kind in (item.body, item.response) if kind is not None]
     types += [ErrorResponse, MessagesErrorResponse]
     schemas, components = request_schemas(types, state)
@@ -68,7 +67,7 @@ def openapi_document(operations: Sequence[Operation], state: ServerState) -> byt
     paths: dict[str, dict[str, Any]] = {}
     for item in operations:
         paths.setdefault(_plain_path(item.path), {})[item.method.lower()] = _operation(
-            item, reference, with_key=with_key
+            item, reference, with_key=key_of(item.path, state.config) is not None
         )
     result: dict[str, Any] = {
         "openapi": "3.1.0",
@@ -80,7 +79,9 @@ def openapi_document(operations: Sequence[Operation], state: ServerState) -> byt
         "paths": paths,
         "components": {"schemas": components},
     }
-    if with_key:
+    if state.config.root_path:
+        result["servers"] = [{"url": state.config.root_path}]
+    if state.config.api_key is not None or state.config.admin_api_key is not None:
         result["components"]["securitySchemes"] = {
             "bearer": {"type": "http", "scheme": "bearer"},
             "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
@@ -123,6 +124,6 @@ def _operation(item: Operation, reference: dict[type, dict[str, Any]], *, with_k
         ]
     if item.body is not None:
         result["requestBody"] = {"required": True, "content": {"application/json": {"schema": reference[item.body]}}}
-    if with_key and item.path not in PATHS_WITHOUT_KEY:
+    if with_key:
         result["security"] = [{"bearer": []}, {"x-api-key": []}]
     return result

@@ -11,6 +11,7 @@ import msgspec
 import jaxserve
 from jaxserve.api_types import EngineRequest, EngineStats, FinishReason, SamplingParams
 from jaxserve.config.data_parallel import parallelism
+from jaxserve.config.server_schema import SECRETS
 from jaxserve.errors import JaxserveError, QueueFullError
 from jaxserve.observability.acceptance import acceptance
 from jaxserve.observability.metrics import CONTENT_TYPE
@@ -112,9 +113,7 @@ async def server_info(state: ServerState, exchange: HttpExchange) -> None:
 
     The first keys are SGLang's, which gateways and benchmarks read.
     """
-    config = msgspec.to_builtins(state.config)
-    if state.config.api_key is not None:
-        config["api_key"] = "***"
+    hidden = {name: "***" for name in SECRETS if getattr(state.config, name) is not None}
     divided = parallelism(state.engine_config)
     processes = await state.api_processes()
     info: dict[str, Any] = {
@@ -134,7 +133,7 @@ async def server_info(state: ServerState, exchange: HttpExchange) -> None:
         "unhealthy": state.unhealthy_reason,
         "open_requests": sum(process.open_requests for process in processes),
         "api_processes": processes,
-        "server_config": config,
+        "server_config": msgspec.to_builtins(state.config) | hidden,
         "engine_config": state.engine_config,
         "engine": None,
         "replicas": [],

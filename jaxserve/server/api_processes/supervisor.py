@@ -52,7 +52,8 @@ from jaxserve.server.api_processes.messages import (
     ToChild,
     ToParent,
 )
-from jaxserve.server.lifecycle import FLUSH_SECONDS, log_ready, url_of
+from jaxserve.server.lifecycle import FLUSH_SECONDS, log_ready
+from jaxserve.server.listener import url_of
 
 logger = logging.getLogger("jaxserve.server")
 
@@ -115,9 +116,10 @@ class Supervisor:
         """Run the server and return the exit code."""
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, self._on_signal, number)
-        logger.info("Listening on %s, loading %s", url_of(self._listener), self._engine_config.model)
+        url = url_of(self._listener, self._config)
+        logger.info("Listening on %s, loading %s", url, self._engine_config.model)
         try:
-            return await self._serve()
+            return await self._serve(url)
         finally:
             self._is_ending = True
             self._loop.remove_reader(self._listener)
@@ -128,7 +130,7 @@ class Supervisor:
                 await self._engines.shutdown()
             shutil.rmtree(self._metrics_dir, ignore_errors=True)
 
-    async def _serve(self) -> int:
+    async def _serve(self, url: str) -> int:
         started = time.perf_counter()
         for index in range(self._config.api_server_count):
             await self._start_child(index)
@@ -148,7 +150,7 @@ class Supervisor:
         except JaxserveError as error:
             logger.error("Can't start: %s", error)
             return 2 if isinstance(error, ValueError) else 1
-        log_ready(self._listener, time.perf_counter() - started, engines.endpoints[0].info)
+        log_ready(url, time.perf_counter() - started, engines.endpoints[0].info)
         death = engines.on_death
         await asyncio.wait((death, stopping, self._failed), return_when=asyncio.FIRST_COMPLETED)
         if not death.done():

@@ -163,7 +163,11 @@ async def _run(control: socket.socket, connections: socket.socket) -> int:
     load = getattr(importlib.import_module(module), name)
     worker = Worker(order, parent)
     state = ServerState(order.server_config, order.engine_config, worker, order.metrics_dir)
-    lifecycle = Lifecycle(state, worker, load, [])
+    try:
+        lifecycle = Lifecycle(state, worker, load, [])
+    except JaxserveError as error:  # a file of TLS, which the parent could read before
+        worker.report_failure(error, 2)
+        return 2
     following = asyncio.create_task(worker.follow(state))
     running = asyncio.create_task(lifecycle.run())
     await lifecycle.server.listening.wait()

@@ -20,7 +20,7 @@ from jaxserve.server.errors import HttpError
 from jaxserve.server.generation.answers import AnswerPart, AnswerPlan, AnswerReader
 from jaxserve.server.generation.generation import Generation
 from jaxserve.server.http.exchange import HttpExchange
-from jaxserve.server.http.sse import DONE, EventStream, error_event
+from jaxserve.server.http.sse import DONE, EventStream, error_event, open_stream
 from jaxserve.server.server_state import LoadedModel, ServerState
 from jaxserve.text.output import OutputDelta, OutputSoFar
 
@@ -138,7 +138,8 @@ async def respond(
     generation = Generation(state, loaded, requests, exchange.arrival)
     with state.abortable((*ids, exchange.request_id), generation, parts):
         if stream:
-            await _stream(generation, exchange, choices, shape, requests[0].sampling.n)
+            out = open_stream(exchange.send, shape.error_event, state.config.sse_keep_alive_interval)
+            await _stream(generation, out, choices, shape, requests[0].sampling.n)
             return
 
         async def keep(index: int, delta: OutputDelta) -> None:
@@ -154,9 +155,9 @@ async def respond(
 
 
 async def _stream(
-    generation: Generation, exchange: HttpExchange, choices: list[ResponseChoice], shape: ResponseShape, n: int
+    generation: Generation, out: EventStream, choices: list[ResponseChoice], shape: ResponseShape, n: int
 ) -> None:
-    out, shows_all = EventStream(exchange.send, shape.error_event), shape.shows_all
+    shows_all = shape.shows_all
 
     async def send(index: int, delta: OutputDelta) -> None:
         choice = choices[index]

@@ -6,8 +6,12 @@ import logging
 import time
 import uuid
 from collections.abc import Callable
+from urllib.parse import quote
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from jaxserve.config.server_schema import ServerConfig
+from jaxserve.server.http.paths import is_below
 
 logger = logging.getLogger("jaxserve.access")
 
@@ -18,13 +22,16 @@ _QUIET_PATHS = frozenset({"/health", "/ready", "/metrics"})
 class RequestId:
     """Puts an id into the scope's state and on the response, and records the request once it is answered.
 
-    `record` gets the path of its route ("none" without one), its method, status (0 if none was sent) and seconds. At
-    log level debug, also logs one line per request.
+    `record` gets the path of its route ("none" without one), its method, status (0 if none was sent) and seconds. The
+    settings say which requests have a line in the log, and how severe it is; probes never have one.
     """
 
-    def __init__(self, app: ASGIApp, record: Callable[[str, str, int, float], None]) -> None:
+    def __init__(self, app: ASGIApp, record: Callable[[str, str, int, float], None], config: ServerConfig) -> None:
         self.app = app
         self._record = record
+        self._without_line = config.access_log_exclude
+        self._level = logging.DEBUG if config.log_level_http is None else logging.INFO
+        logger.setLevel((config.log_level_http or "notset").upper())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -50,7 +57,9 @@ class RequestId:
             if scope["path"] not in _QUIET_PATHS:
                 elapsed = time.perf_counter() - started
                 self._record(getattr(scope.get("endpoint"), "path", "none"), scope["method"], status, elapsed)
-                logger.debug("%s %s %d %.3f s %s", scope["method"], scope["path"], status, elapsed, request_id)
+                if logger.isEnabledFor(self._level) and not is_below(scope["path"], self._without_line):
+                    path = quote(scope["path"])  # which may have a line break
+                    logger.log(self._level, "%s %s %d %.3f s %s", scope["method"], path, status, elapsed, request_id)
 
 
 def _client_request_id(scope: Scope) -> str | None:

@@ -95,6 +95,22 @@ async def test_security_is_documented_where_a_key_is_required():
     assert "security" not in document["paths"]["/health"]["get"]
 
 
+async def test_an_admin_key_is_documented_where_it_is_required():
+    async with over_asgi(admin_api_key="a") as server:
+        document = (await server.http.get("/openapi.json")).json()
+    assert "security" in document["paths"]["/flush_cache"]["post"]
+    assert "security" not in document["paths"]["/v1/completions"]["post"]
+    assert set(document["components"]["securitySchemes"]) == {"bearer", "x-api-key"}
+
+
+async def test_the_document_may_be_left_out():
+    async with over_asgi(disable_fastapi_docs=True) as server:
+        for path in ("/openapi.json", "/nothing"):
+            answer = await server.http.get(path)
+            assert (answer.status_code, answer.json()["error"]["message"]) == (404, "No such route")
+        assert (await server.http.get("/v1/models")).status_code == 200
+
+
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "a"},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "logprobs": True},

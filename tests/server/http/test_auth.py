@@ -71,3 +71,43 @@ async def test_a_malformed_request_id_is_replaced(server: ServerUnderTest, value
     response = await server.http.get("/v1/models", headers=httpx.Headers([(b"x-request-id", value)]))
     assert response.headers["x-request-id"] != value.decode()
     assert len(response.headers["x-request-id"]) == 32
+
+
+ADMIN = ["/flush_cache", "/flush_cache/", "//flush_cache", "/start_profile", "/stop_profile", "/abort_request"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "opens_admin", "opens_others"),
+    [
+        ({"api_key": "k"}, ["k"], ["k"]),
+        ({"admin_api_key": "a"}, ["a"], ["a", "k", "same", ""]),
+        ({"api_key": "k", "admin_api_key": "a"}, ["a"], ["k"]),
+        ({"api_key": "same", "admin_api_key": "same"}, ["same"], ["same"]),
+    ],
+)
+async def test_the_admin_routes_take_the_admin_key_only(
+    keys: dict[str, str], opens_admin: list[str], opens_others: list[str]
+):
+    async with over_asgi(**keys) as server:
+        for key in ("a", "k", "same", ""):
+            headers = {"authorization": f"Bearer {key}"} if key else {}
+            for path in ADMIN:
+                answer = await server.http.post(f"http://test{path}", headers=headers, json={})
+                assert (answer.status_code != 401) == (key in opens_admin), (path, key)
+                if answer.status_code == 401:
+                    assert ("wrong admin API key" in answer.text) == ("admin_api_key" in keys)
+            for path in ("/v1/models", "/server_info", "/openapi.json", "/nothing"):
+                answer = await server.http.get(path, headers=headers)
+                assert (answer.status_code != 401) == (key in opens_others), (path, key)
+            assert (await server.http.get("/metrics", headers=headers)).status_code == 200
+
+
+async def test_keys_and_passwords_are_shown_to_nobody():
+    secrets = {"api_key": "key-1", "admin_api_key": "key-2", "ssl_keyfile_password": "word-3"}
+    async with over_asgi(**secrets, ssl_certfile="x.pem") as server:
+        answer = await server.http.get("/server_info", headers={"x-api-key": "key-1"})
+        shown = answer.json()["server_config"]
+        assert {name: shown[name] for name in secrets} == dict.fromkeys(secrets, "***")
+        assert not any(secret in answer.text for secret in secrets.values())
+    async with over_asgi() as server:
+        assert (await server.http.get("/server_info")).json()["server_config"]["admin_api_key"] is None
