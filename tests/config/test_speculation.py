@@ -132,7 +132,7 @@ def test_a_mapping_in_yaml_and_as_an_argument(tmp_path: Path) -> None:
         (("--speculative-algorithm", "NGRAM", "--speculative-num-steps", "3", "--speculative-num-draft-tokens", "8"),
          "both set num_speculative_tokens"),
         (("--speculative-num-draft-tokens", "1"), "must be at least 2, got 1"),
-        (("--speculative-num-draft-tokens", "x"), "must be a whole number, got 'x'"),
+        (("--speculative-num-draft-tokens", "x"), "must be a number, got 'x'"),
         (("--speculative-eagle-topk", "4"), "--speculative-eagle-topk 4 is refused: drafts are chains, not trees"),
         (("--speculative-accept-threshold-single", "0.8"), "answers never change"),
         (("-tp", "4", "--speculative-draft-tensor-parallel-size", "1"),
