@@ -55,8 +55,8 @@ MAY_IMPORT = {
 ORDER_INSIDE = {
     "jaxserve.bench": "datasets processes | engine load | results | accuracy sweep | tune",
     "jaxserve.cli": "common | bench chat compile config convert doctor generate main pull serve | plan",
-    "jaxserve.config": "mappings nearest pipeline processes speculation threads | foreign_forms kv_events ranges | "
-                       "aliases schema | data_parallel served_checkpoint settings | load | explain",
+    "jaxserve.config": "mappings metric_settings nearest pipeline processes speculation threads | "
+                       "foreign_forms kv_events ranges | aliases schema server_schema | data_parallel served_checkpoint settings | load | explain",
     "jaxserve.engine": "kv_cache multihost speculation | scheduling | core | process | client",
     "jaxserve.layers": "axes batch exchange | linear norm rope vocabulary | attention delta_net embedding mlp | "
                        "latent_attention mixture",
@@ -68,8 +68,9 @@ ORDER_INSIDE = {
                        "encoders gemma llama | "
                        "cohere glm granite ministral3 mixtures olmo phi3 seed_oss smollm3 starcoder2 | "
                        "draft_heads exaone4 gemma4 qwen3_next | registry",
-    "jaxserve.observability": "acceptance stage_times throughput timeline turnover | engine_metrics log | "
-                              "metrics sample | tuning_advice | draft_rules stage_rules | tuning_rules",
+    "jaxserve.observability": "acceptance stage_times throughput timeline turnover | engine_numbers log | "
+                              "engine_metrics | counterparts sample | all_series tuning_advice | "
+                              "draft_rules metrics stage_rules | tuning_rules",
     "jaxserve.quant": "stored | checkpoint | choice | transform",
     "jaxserve.runtime": "devices | step | programs | sizing | execution",
     "jaxserve.server":

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from jaxserve.config.metric_settings import check_metric_settings
 from jaxserve.config.ranges import SERVER_RANGES, check_ranges
 from jaxserve.errors import ConfigError
 
@@ -24,9 +25,6 @@ SHARED_SERVER_SETTINGS = frozenset(
     }
 )
 """The settings of the server that `LLM` has too."""
-
-
-METRICS_PREFIXES = ("vllm", "sglang")
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -210,7 +208,5 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             (self.allowed_methods, self.allowed_headers, self.allow_credentials) != (("*",), ("*",), False)
         ):
             raise ConfigError("allowed_methods, allowed_headers and allow_credentials need allowed_origins")
-        others = [name for name in self.metrics_prefix if name not in METRICS_PREFIXES]
-        if others:
-            raise ConfigError(f"metrics_prefix must be one of {', '.join(METRICS_PREFIXES)}, got {others[0]!r}")
+        check_metric_settings(self.metrics_prefix, self.extra_metric_labels, self.custom_histogram_buckets)
         check_ranges(self, SERVER_RANGES)
