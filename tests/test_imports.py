@@ -56,7 +56,8 @@ ORDER_INSIDE = {
     "jaxserve.bench": "datasets processes | engine load | results | accuracy sweep | tune",
     "jaxserve.cli": "common | bench chat compile config convert doctor generate main pull serve | plan",
     "jaxserve.config": "mappings metric_settings nearest pipeline processes speculation threads | "
-                       "foreign_forms kv_events ranges | aliases schema server_schema | data_parallel served_checkpoint settings | load | explain",
+                       "foreign_forms kv_events ranges | aliases schema server_schema | "
+                       "data_parallel served_checkpoint settings | load | explain",
     "jaxserve.engine": "kv_cache multihost speculation | scheduling | core | process | client",
     "jaxserve.layers": "axes batch exchange | linear norm rope vocabulary | attention delta_net embedding mlp | "
                        "latent_attention mixture",

@@ -54,10 +54,17 @@ _LABEL = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
 SERIES_LABELS = frozenset(
     {
         *("model_name", "le", "engine", "engine_type", "tp_rank", "pp_rank", "moe_ep_rank", "dp_rank"),
-        *("reason", "finished_reason", "handler", "endpoint", "method", "status", "source", "cache_source", "mode"),
+        *("reason", "finished_reason", "handler", "endpoint", "method", "status", "source", "cache_source", "pool"),
         *("cuda_graph", "kind", "expert", "layer", "stage", "position", "sleep_state", "schedule_policy", "page_size"),
         *("chunked_prefill_size", "max_model_len", "device", "dtype", "attention_backend", "block_size"),
-        *("num_gpu_blocks", "num_cpu_blocks", "kv_cache_size_tokens", "kv_cache_max_concurrency", "cache_dtype"),
+        *(
+            "num_gpu_blocks",
+            "num_cpu_blocks",
+            "num_pages",
+            "kv_cache_size_tokens",
+            "kv_cache_max_concurrency",
+            "cache_dtype",
+        ),
         *("enable_prefix_caching", "gpu_memory_utilization"),
     }
 )
@@ -73,9 +80,7 @@ def check_metric_settings(
             raise ConfigError(f"metrics_prefix must be one of {', '.join(METRICS_PREFIXES)}, got {prefix!r}")
     for label, value in (labels or {}).items():
         if not _LABEL.fullmatch(label):
-            raise ConfigError(
-                f"extra_metric_labels: {label!r} is no label; use letters, digits and _, such as pod_name"
-            )
+            raise ConfigError(f"extra_metric_labels: {label!r} is no label; write one like pod_name")
         if label in SERIES_LABELS:
             raise ConfigError(f"extra_metric_labels: series have the label {label} already; choose another name")
         if not isinstance(value, str):

@@ -20,7 +20,7 @@ type Reading = tuple[EngineInfo, EngineStats]
 type ValuesByLabels = dict[tuple[str, ...], float]
 type Family = GaugeMetricFamily | CounterMetricFamily | HistogramMetricFamily
 
-_NO_ENGINE = EngineInfo(
+NO_ENGINE = EngineInfo(
     max_model_len=0,
     vocab_size=0,
     page_size=0,
@@ -48,7 +48,7 @@ class EngineFamilies:
 
     def of(self, reading: Reading | None, throughput: Throughput) -> Iterator[Family]:
         """Yield the families of a reading; without one, all are 0."""
-        info, stats = reading or (_NO_ENGINE, EngineStats())
+        info, stats = reading or (NO_ENGINE, EngineStats())
         for names, text, value in GAUGES:
             for name in names:
                 yield self._family(GaugeMetricFamily, name, text, {(): value(info, stats)})

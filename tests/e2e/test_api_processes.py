@@ -24,7 +24,7 @@ LONG = {"prompt": [1, 2, 3], "max_tokens": 3000, "ignore_eos": True, "stream": T
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[FakeServer]:
-    with running(*FLAGS) as server:
+    with running(*FLAGS, "--metrics-prefix", "vllm") as server:
         yield server
 
 
@@ -151,6 +151,11 @@ async def test_metrics_are_those_of_all_processes(server: FakeServer) -> None:
                  "time_per_output_token_seconds_sum", "http_requests_total", "num_requests_running"):  # fmt: skip
         found = [sorted(re.findall(rf"^jaxserve:{name}\{{.*", text, flags=re.M)) for text in texts]
         assert found[0]
+        if name != "http_requests_total":
+            theirs = [
+                line.replace('engine="0",', "") for line in re.findall(rf"^vllm:({name}\{{.*)", texts[0], flags=re.M)
+            ]
+            assert sorted(theirs) == [line.removeprefix("jaxserve:") for line in found[0]]
         if "http" not in name:  # the first scrape counts in the second
             assert found[0] == found[1]
 

@@ -313,7 +313,13 @@ def test_engine_metrics():
     assert 'schedule_policy="lpm"' in info
     assert 'page_size="16"' in info
     [cache] = [name for name in found if name.startswith("jaxserve:cache_config_info")]
-    for label in ('block_size="16"', 'num_gpu_blocks="40"', 'num_cpu_blocks="90"', 'kv_cache_size_tokens="640"', 'cache_dtype="auto"'):
+    for label in (
+        'block_size="16"',
+        'num_gpu_blocks="40"',
+        'num_cpu_blocks="90"',
+        'kv_cache_size_tokens="640"',
+        'cache_dtype="auto"',
+    ):
         assert label in cache
     covered = {name.partition("{")[0] for name in truth}
     server = {name.removeprefix("jaxserve:").partition("{")[0] for name in found}
