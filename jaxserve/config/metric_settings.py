@@ -54,7 +54,18 @@ _LABEL = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
 SERIES_LABELS = frozenset(
     {
         *("model_name", "le", "engine", "engine_type", "tp_rank", "pp_rank", "moe_ep_rank", "dp_rank"),
-        *("reason", "finished_reason", "handler", "endpoint", "method", "status", "source", "cache_source", "pool"),
+        *(
+            "reason",
+            "finished_reason",
+            "handler",
+            "endpoint",
+            "method",
+            "status",
+            "status_code",
+            "source",
+            "cache_source",
+            "pool",
+        ),
         *("cuda_graph", "kind", "expert", "layer", "stage", "position", "sleep_state", "schedule_policy", "page_size"),
         *("chunked_prefill_size", "max_model_len", "device", "dtype", "attention_backend", "block_size"),
         *(

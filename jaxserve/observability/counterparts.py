@@ -17,6 +17,7 @@ from prometheus_client.samples import Sample
 
 from jaxserve.observability.engine_metrics import PREFIX
 
+type LabelPairs = tuple[tuple[str, str], ...]
 type Sources = Sequence[tuple[Mapping[str, str], Metric]]
 """Families of ours with one name, and the labels that the samples of each get besides."""
 
@@ -32,9 +33,9 @@ class Counterpart:
 
     theirs: str
     ours: str
-    renamed: tuple[tuple[str, str], ...]
-    only: tuple[tuple[str, str], ...]
-    added: tuple[tuple[str, str], ...]
+    renamed: LabelPairs
+    only: LabelPairs
+    added: LabelPairs
     differs: str
 
     def of(self, sources: Sources) -> Metric:
@@ -115,10 +116,12 @@ def _table() -> tuple[Counterpart, ...]:
     )
 
 
-def _rules(words: Sequence[str]) -> tuple[tuple[tuple[str, str], ...], ...]:
+def _rules(words: Sequence[str]) -> tuple[LabelPairs, LabelPairs, LabelPairs]:
     """Return what is renamed (`ours=theirs`) or dropped (`-ours`), taken only and dropped (`ours:value`), and added
     (`+theirs=value`)."""
-    renamed, only, added = [], [], []
+    renamed: list[tuple[str, str]] = []
+    only: list[tuple[str, str]] = []
+    added: list[tuple[str, str]] = []
     for word in words:
         if word.startswith("-"):
             renamed.append((word[1:], ""))

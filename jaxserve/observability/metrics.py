@@ -151,6 +151,12 @@ class Metrics:
             [*names, "status"],
             registry=own,
         )
+        self._http_responses = Counter(
+            f"{PREFIX}http_responses",
+            "Answers by route and status code",
+            [*names, "status_code"],
+            registry=own,
+        )
         self._http_seconds = Histogram(
             f"{PREFIX}http_request_duration_seconds",
             "From a request's head to the end of its answer, by route",
@@ -172,6 +178,8 @@ class Metrics:
         method = method if method in _METHODS else "other"
         group = f"{status // 100}xx" if status else "none"
         self._http_requests.labels(self._model_name, handler, method, group).inc()
+        if status:
+            self._http_responses.labels(self._model_name, handler, method, str(status)).inc()
         self._http_seconds.labels(self._model_name, handler, method).observe(seconds)
 
     def record_stored_responses(self, num: int, num_bytes: int, num_evicted: int) -> None:

@@ -147,6 +147,7 @@ async def test_metrics_are_those_of_all_processes(server: FakeServer) -> None:
     await asyncio.gather(*(ask(url, "/v1/completions", prompt=[1, 2], max_tokens=2) for _ in range(8)))
     texts = [await ask(url, "/metrics") for _ in range(2)]
     assert [finished(text) - before for text in texts] == [8, 8]
+    assert "process_cpu_seconds" not in texts[0], "which process answers changes"
     for name in ("time_to_first_token_seconds_count", "inter_token_latency_seconds_bucket", "generation_tokens_total",
                  "time_per_output_token_seconds_sum", "http_requests_total", "num_requests_running"):  # fmt: skip
         found = [sorted(re.findall(rf"^jaxserve:{name}\{{.*", text, flags=re.M)) for text in texts]

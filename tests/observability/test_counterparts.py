@@ -43,7 +43,9 @@ def read(metrics: Metrics) -> tuple[dict[str, str], Values]:
         for family in families
         for sample in family.samples
     }
-    return {family.name: family.type for family in families}, values
+    types = {family.name: family.type for family in families}
+    assert len(types) == len(families), "no family is there twice"
+    return types, values
 
 
 def value(values: Values, name: str, **labels: str) -> float:
@@ -87,6 +89,8 @@ def test_labels_are_those_of_the_other_engine(scrape: tuple[dict[str, str], Valu
     assert value(values, "sglang:num_requests_total", engine_type="unified") == 3
     assert value(values, "sglang:num_aborted_requests_total", engine_type="unified") == 1
     assert value(values, "sglang:cache_config_info", **sglang, page_size="16", num_pages="40") == 1
+    answers = {"endpoint": "/generate", "method": "POST", "status_code": "500"}
+    assert values["sglang:http_responses_total", frozenset(answers.items())] == 1
     assert values["sglang:http_requests_total", frozenset({"endpoint": "/generate", "method": "POST"}.items())] == 2
 
 

@@ -377,7 +377,11 @@ async def test_requests_by_route():
         if name.startswith("jaxserve:http_requests_total")
     }
     assert counted == expected
-    name = 'jaxserve:http_request_duration_seconds_count{handler="/v1/completions",method="POST"}'
+    responses = [name for name in found if name.startswith("jaxserve:http_responses_total")]
+    assert sum(found[name] for name in responses) == sum(expected.values()) - 1
+    route = 'handler="/v1/completions",method="POST"'
+    assert found[f'jaxserve:http_responses_total{{{route},status_code="400"}}'] == 1
+    name = f"jaxserve:http_request_duration_seconds_count{{{route}}}"
     assert found[name] == 3
 
 
