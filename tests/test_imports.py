@@ -69,7 +69,7 @@ ORDER_INSIDE = {
                        "encoders gemma llama | "
                        "cohere glm granite ministral3 mixtures olmo phi3 seed_oss smollm3 starcoder2 | "
                        "draft_heads exaone4 gemma4 qwen3_next | registry",
-    "jaxserve.observability": "acceptance stage_times throughput timeline turnover | engine_numbers log | "
+    "jaxserve.observability": "acceptance exposition stage_times throughput timeline turnover | engine_numbers log | "
                               "engine_metrics | counterparts sample | all_series tuning_advice | "
                               "draft_rules metrics stage_rules | tuning_rules",
     "jaxserve.quant": "stored | checkpoint | choice | transform",

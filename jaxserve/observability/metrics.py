@@ -14,16 +14,14 @@ from weakref import WeakValueDictionary
 
 from msgspec.structs import replace
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.exposition import generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from jaxserve.api_types import EngineRequest, FinishReason, ReplicaStats, Usage
 from jaxserve.errors import QUEUE_LIMITS
 from jaxserve.observability.all_series import AllSeries, PartReadings
 from jaxserve.observability.engine_metrics import PREFIX, EngineFamilies, Reading
+from jaxserve.observability.exposition import exposition
 from jaxserve.observability.throughput import Throughput
-
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 # vLLM's buckets, in seconds, so that its dashboards can be used.
 TTFT_BUCKETS = (
@@ -223,8 +221,7 @@ class Metrics:
     def render(self) -> bytes:
         """Return all metrics in Prometheus's text format."""
         self.tick()
-        text: bytes = generate_latest(self.registry)
-        return text
+        return exposition(self.registry.collect()).encode()
 
 
 class _Samples:
