@@ -53,30 +53,12 @@ _LABEL = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
 
 SERIES_LABELS = frozenset(
     {
-        *("model_name", "le", "engine", "engine_type", "tp_rank", "pp_rank", "moe_ep_rank", "dp_rank"),
-        *(
-            "reason",
-            "finished_reason",
-            "handler",
-            "endpoint",
-            "method",
-            "status",
-            "status_code",
-            "source",
-            "cache_source",
-            "pool",
-        ),
-        *("cuda_graph", "kind", "expert", "layer", "stage", "position", "sleep_state", "schedule_policy", "page_size"),
-        *("chunked_prefill_size", "max_model_len", "device", "dtype", "attention_backend", "block_size"),
-        *(
-            "num_gpu_blocks",
-            "num_cpu_blocks",
-            "num_pages",
-            "kv_cache_size_tokens",
-            "kv_cache_max_concurrency",
-            "cache_dtype",
-        ),
-        *("enable_prefix_caching", "gpu_memory_utilization"),
+        *("model_name", "le", "engine", "engine_type", "tp_rank", "pp_rank", "moe_ep_rank", "dp_rank", "reason"),
+        *("finished_reason", "handler", "endpoint", "method", "status", "status_code", "source", "cache_source"),
+        *("mode", "pool", "cuda_graph", "kind", "expert", "layer", "stage", "position", "sleep_state", "cache_dtype"),
+        *("schedule_policy", "page_size", "num_pages", "chunked_prefill_size", "max_model_len", "device", "dtype"),
+        *("attention_backend", "block_size", "num_gpu_blocks", "num_cpu_blocks", "kv_cache_size_tokens"),
+        *("kv_cache_max_concurrency", "enable_prefix_caching", "gpu_memory_utilization"),
     }
 )
 """The labels that series have already."""

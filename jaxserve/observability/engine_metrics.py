@@ -80,6 +80,13 @@ class EngineFamilies:
         }
         text = "Prompt tokens of requests that started, to be computed or found in the prefix cache"
         yield self._family(CounterMetricFamily, "prompt_tokens_by_source", text, found, "source")
+        tokens: ValuesByLabels = {
+            ("prefill_compute",): s.prefill_tokens,
+            ("prefill_cache",): s.cache_hit_tokens,
+            ("decode",): s.generation_tokens,
+        }
+        text = "Tokens of prompts that were computed, or found in the prefix cache, and tokens generated"
+        yield self._family(CounterMetricFamily, "realtime_tokens", text, tokens, "mode")
         steps: ValuesByLabels = {("True",): s.decode_steps - s.coarse_decode_steps, ("False",): s.coarse_decode_steps}
         text = "Decode steps within the finely spaced programs of --cuda-graph-max-bs (True) or beyond them (False)"
         yield self._family(CounterMetricFamily, "decode_steps", text, steps, "cuda_graph")
