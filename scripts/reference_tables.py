@@ -8,8 +8,10 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from prometheus_client.core import Metric
 from starlette.testclient import TestClient
 
+from jaxserve.api_types import EngineStats
 from jaxserve.cli.bench import SUBCOMMANDS
 from jaxserve.cli.common.flags import description
 from jaxserve.cli.main import COMMANDS
@@ -17,6 +19,9 @@ from jaxserve.config.other_engines import ForeignFlag, Meaning, foreign_flags, r
 from jaxserve.config.schema import EngineConfig
 from jaxserve.config.server_schema import ServerConfig
 from jaxserve.config.settings import Config, as_flag, settings
+from jaxserve.observability import counterparts
+from jaxserve.observability.engine_metrics import NO_ENGINE
+from jaxserve.observability.metrics import Metrics
 from jaxserve.server.app import make_app
 from jaxserve.server.server_state import ServerState
 
@@ -87,6 +92,29 @@ def left_out(*engines: str) -> str:
     return _table(("because", "flags"), ((reason, ", ".join(flags)) for reason, flags in sorted(by_reason.items())))
 
 
+def series() -> str:
+    """Return the table of all our families of /metrics."""
+    rows = ((_series_name(family), family.type, family.documentation) for family in _families().values())
+    return _table(("series", "kind", "is"), rows)
+
+
+def counterpart_series(engine: str) -> str:
+    """Return the table of the families that another engine has, and which of ours they show."""
+    families = _families(engine)
+    shown = {row.theirs: row for row in counterparts.counterparts(engine)}
+    rows = [
+        (_series_name(families[name]), _series_name(families[row.ours]), row.differs) for name, row in shown.items()
+    ]
+    made_here = families.keys() - _families().keys() - shown.keys()
+    rows += [(_series_name(families[name]), "", families[name].documentation) for name in sorted(made_here)]
+    return _table(("series", "shows", "differs"), rows)
+
+
+def left_out_series(engine: str) -> str:
+    """Return the table of the families of another engine that have no counterpart."""
+    return _table(("series", "because"), ((f"`{name}`", why) for name, why in counterparts.left_out(engine).items()))
+
+
 TABLES = {
     "commands": commands,
     "bench commands": bench_commands,
@@ -98,7 +126,22 @@ TABLES = {
     "sglang flags": lambda: foreign("sglang", "both"),
     "sglang left out": lambda: left_out("sglang", "both"),
     "older flags": lambda: foreign("older"),
+    "series": series,
+    "vllm series": lambda: counterpart_series("vllm"),
+    "sglang series": lambda: counterpart_series("sglang"),
+    "vllm series left out": lambda: left_out_series("vllm"),
+    "sglang series left out": lambda: left_out_series("sglang"),
 }
+
+
+def _families(*engines: str) -> dict[str, Metric]:
+    """Return the families of /metrics by name."""
+    metrics = Metrics("", lambda: (NO_ENGINE, EngineStats()), other_engines=engines)
+    return {family.name: family for family in metrics.registry.collect()}
+
+
+def _series_name(family: Metric) -> str:
+    return f"`{family.name}{'_total' if family.type == 'counter' else ''}`"
 
 
 def _foreign_flags(*engines: str) -> list[ForeignFlag]:

@@ -56,9 +56,9 @@ ORDER_INSIDE = {
     "jaxserve.bench": "datasets processes | engine load | results | accuracy sweep | tune",
     "jaxserve.cli": "common | bench chat compile config convert doctor generate main pull serve translation | "
                     "plan translate",
-    "jaxserve.config": "foreign_readers mappings nearest other_engines pipeline processes sampling_defaults "
-                       "speculation threads | kv_events ranges | schema server_schema | data_parallel model_files "
-                       "settings | load served_checkpoint | explain",
+    "jaxserve.config": "foreign_readers mappings metric_settings nearest other_engines pipeline processes "
+                       "sampling_defaults speculation threads | kv_events ranges | schema server_schema | "
+                       "data_parallel model_files settings | load served_checkpoint | explain",
     "jaxserve.engine": "kv_cache multihost speculation | scheduling | core | process | client",
     "jaxserve.layers": "axes batch exchange | linear norm rope vocabulary | attention delta_net embedding mlp | "
                        "latent_attention mixture",
@@ -70,8 +70,9 @@ ORDER_INSIDE = {
                        "encoders gemma llama | "
                        "cohere glm granite ministral3 mixtures olmo phi3 seed_oss smollm3 starcoder2 | "
                        "draft_heads exaone4 gemma4 qwen3_next | registry",
-    "jaxserve.observability": "acceptance stage_times throughput timeline turnover | engine_metrics log | "
-                              "metrics sample | tuning_advice | draft_rules stage_rules | tuning_rules",
+    "jaxserve.observability": "acceptance exposition stage_times throughput timeline turnover | engine_numbers log | "
+                              "engine_metrics | counterparts sample | all_series tuning_advice | draft_rules metrics "
+                              "stage_rules | tuning_rules",
     "jaxserve.quant": "stored | checkpoint | choice | transform",
     "jaxserve.runtime": "devices | step | programs | sizing | execution",
     "jaxserve.server": "errors follower listener refusals response_store siblings | server_state | http loading "

@@ -33,17 +33,16 @@ def _kv_cache_gib(value: object, place: str) -> dict[str, Any]:
     return {"kv_cache_memory_bytes": int(_number(value, place) * _GIB)}
 
 
-def _buckets(histogram: str) -> Callable[[object, str], dict[str, Any]]:
-    """Return a reader of the bounds of a histogram: numbers, or one of SGLang's rules, `custom` or `tse`."""
+def _buckets(*histograms: str) -> Callable[[object, str], dict[str, Any]]:
+    """Return a reader of the bounds of histograms: numbers, or one of SGLang's rules, `custom` or `tse`."""
 
     def read(value: object, place: str) -> dict[str, Any]:
         rule, *rest = value if isinstance(value, Sequence) and not isinstance(value, str) else str(value).split()
         if rule == "default":
             return {}
-        if rule == "tse":
-            return {"custom_histogram_buckets": {histogram: _two_sided(rest, place)}}
-        bounds = sorted({_number(bound, place) for bound in (rest if rule == "custom" else [rule, *rest])})
-        return {"custom_histogram_buckets": {histogram: bounds}}
+        numbers = rest if rule == "custom" else [rule, *rest]
+        bounds = _two_sided(rest, place) if rule == "tse" else sorted({_number(bound, place) for bound in numbers})
+        return {"custom_histogram_buckets": dict.fromkeys(histograms, bounds)}
 
     return read
 
@@ -81,9 +80,9 @@ READERS: Mapping[str, Callable[[object, str], Mapping[str, Any]]] = types.Mappin
         "kv_offloading_size": _kv_offloading_size,
         "kv_cache_gib": _kv_cache_gib,
         "bucket_time_to_first_token": _buckets("time_to_first_token_seconds"),
-        "bucket_inter_token_latency": _buckets("inter_token_latency_seconds"),
+        "bucket_inter_token_latency": _buckets("inter_token_latency"),
         "bucket_e2e_request_latency": _buckets("e2e_request_latency_seconds"),
-        "prompt_tokens_buckets": _buckets("request_prompt_tokens"),
+        "prompt_tokens_buckets": _buckets("request_prompt_tokens", "request_prefill_kv_computed_tokens"),
         "generation_tokens_buckets": _buckets("request_generation_tokens"),
     }
 )

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from jaxserve.config.metric_settings import check_metric_settings
 from jaxserve.config.ranges import SERVER_RANGES, check_ranges
 from jaxserve.config.sampling_defaults import read_override
 from jaxserve.errors import ConfigError
@@ -37,8 +38,6 @@ _NEED_CERTIFICATE = (
     "ssl_ciphers",
     "enable_ssl_refresh",
 )
-
-METRICS_PREFIXES = ("vllm", "sglang")
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -279,9 +278,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ):
             raise ConfigError("allowed_methods, allowed_headers and allow_credentials need allowed_origins")
         self._check_listening()
-        others = [name for name in self.metrics_prefix if name not in METRICS_PREFIXES]
-        if others:
-            raise ConfigError(f"metrics_prefix must be one of {', '.join(METRICS_PREFIXES)}, got {others[0]!r}")
+        check_metric_settings(self.metrics_prefix, self.extra_metric_labels, self.custom_histogram_buckets)
         read_override(self.override_generation_config or {})
         check_ranges(self, SERVER_RANGES)
 

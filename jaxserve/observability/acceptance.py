@@ -70,12 +70,16 @@ def read_acceptance(metrics: str) -> Acceptance | None:
     Counts of several engines are added up. A vLLM server has them only if it speculates; ours has no positions if it
     doesn't. Raises `ValueError` if the text isn't Prometheus'.
     """
+    # A jaxserve with --metrics-prefix vllm has them twice
+    return next((figures for prefix in _SERVERS if (figures := _figures(metrics, prefix)) is not None), None)
+
+
+def _figures(metrics: str, prefix: str) -> Acceptance | None:
     counts: dict[str, int] = {}
     positions: dict[int, int] = {}
     for family in text_string_to_metric_families(metrics):
         for sample in family.samples:
-            prefix = next((prefix for prefix in _SERVERS if sample.name.startswith(prefix)), None)
-            if prefix is None:
+            if not sample.name.startswith(prefix):
                 continue
             name, value = sample.name.removeprefix(prefix), int(sample.value)
             if name == "spec_decode_num_accepted_tokens_per_pos_total":

@@ -6,12 +6,12 @@ Owns their names: vLLM's and SGLang's if they have one (both if they differ), wi
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
 from jaxserve.api_types import STEP_TOKEN_BUCKETS, EngineInfo, EngineStats, StageTimes
-from jaxserve.observability.acceptance import acceptance
+from jaxserve.observability.engine_numbers import COUNTERS, GAUGES, share
 from jaxserve.observability.throughput import Throughput
 
 PREFIX = "jaxserve:"
@@ -20,7 +20,7 @@ type Reading = tuple[EngineInfo, EngineStats]
 type ValuesByLabels = dict[tuple[str, ...], float]
 type Family = GaugeMetricFamily | CounterMetricFamily | HistogramMetricFamily
 
-_NO_ENGINE = EngineInfo(
+NO_ENGINE = EngineInfo(
     max_model_len=0,
     vocab_size=0,
     page_size=0,
@@ -35,173 +35,35 @@ _NO_ENGINE = EngineInfo(
     schedule_policy="",
 )
 
-_GAUGES: tuple[tuple[tuple[str, ...], str, Callable[[EngineInfo, EngineStats], float]], ...] = (
-    (
-        ("num_requests_running", "num_running_reqs"),
-        "Requests that hold a slot of the engine",
-        lambda i, s: s.num_running,
-    ),
-    (("num_requests_waiting", "num_queue_reqs"), "Requests that wait for a slot", lambda i, s: s.num_waiting),
-    (("num_queued_tokens",), "Tokens of prompts that wait to be computed", lambda i, s: s.num_queued_tokens),
-    (
-        ("token_usage", "kv_cache_usage_perc"),
-        "Share of the KV cache in use, 0 to 1; cached pages that no request uses count as free",
-        lambda i, s: s.token_usage,
-    ),
-    (
-        ("full_token_usage",),
-        "Share of the KV cache of whole sequences in use, 0 to 1",
-        lambda i, s: s.full_token_usage,
-    ),
-    (
-        ("swa_token_usage",),
-        "Share of the KV cache of layers with a window in use, 0 to 1; 0 if there are none",
-        lambda i, s: s.swa_token_usage,
-    ),
-    (
-        ("num_used_tokens",),
-        "Tokens of KV cache in use, counted in whole pages",
-        lambda i, s: (s.num_pages - s.num_free_pages - s.num_evictable_pages) * i.page_size,
-    ),
-    (
-        ("num_evictable_tokens",),
-        "Tokens of KV cache that are cached but unused; they are evicted when room is needed",
-        lambda i, s: s.num_evictable_pages * i.page_size,
-    ),
-    (
-        ("hicache_host_used_tokens",),
-        "Tokens of cached KV that host memory holds",
-        lambda i, s: s.num_host_pages_used * i.page_size,
-    ),
-    (
-        ("hicache_host_total_tokens",),
-        "Tokens of cached KV that host memory has room for",
-        lambda i, s: s.num_host_pages * i.page_size,
-    ),
-    (("max_total_num_tokens",), "Tokens that the KV cache holds", lambda i, s: i.max_total_num_tokens),
-    (("max_running_requests",), "Requests that may run at once", lambda i, s: i.max_running_requests),
-    (
-        ("available_gpu_mem_bytes",),
-        "Memory of each device that was free once weights and KV cache were allocated",
-        lambda i, s: i.free_bytes,
-    ),
-    (
-        ("working_memory_bytes",),
-        "Memory of each device that the programs take while they run: the compiler's figure plus a margin if memory "
-        "limits the KV cache, else an estimate",
-        lambda i, s: i.working_bytes,
-    ),
-    (
-        ("kv_cache_memory_bound",),
-        "1 if more memory would make the KV cache larger, else 0",
-        lambda i, s: float(i.memory_bound),
-    ),
-    (
-        ("new_token_ratio",),
-        "Share of the running requests' remaining output that admission keeps room for",
-        lambda i, s: s.new_token_ratio,
-    ),
-    (
-        ("cache_hit_rate",),
-        "Share of all prompt tokens so far that were found in the prefix cache, 0 to 1",
-        lambda i, s: _share(s.cache_hit_tokens, s.cache_query_tokens),
-    ),
-    (
-        ("spec_accept_length",),
-        "Tokens that a verified draft gave its request so far, on average, the model's own with them; 1 without "
-        "speculative decoding",
-        lambda i, s: acceptance(s).length,
-    ),
-    (
-        ("spec_accept_rate",),
-        "Share of the verified draft tokens that were accepted so far, 0 to 1",
-        lambda i, s: acceptance(s).rate,
-    ),
-)
-_COUNTERS: tuple[tuple[tuple[str, ...], str, Callable[[EngineInfo, EngineStats], int]], ...] = (
-    (("prompt_tokens",), "Prompt tokens processed, cached ones included", lambda i, s: s.prompt_tokens),
-    (("generation_tokens",), "Tokens generated", lambda i, s: s.generation_tokens),
-    (
-        ("prefix_cache_queries",),
-        "Prompt tokens looked up in the prefix cache, once per request",
-        lambda i, s: s.cache_query_tokens,
-    ),
-    (
-        ("prefix_cache_hits", "cached_tokens"),
-        "Prompt tokens found in the prefix cache; tokens computed again after a retraction never count",
-        lambda i, s: s.cache_hit_tokens,
-    ),
-    (
-        ("num_preemptions",),
-        "Running requests sent back to the queue, for lack of KV cache or for a higher priority",
-        lambda i, s: s.num_preemptions,
-    ),
-    (
-        ("num_retracted_reqs",),
-        "Running requests sent back to the queue for lack of KV cache",
-        lambda i, s: s.num_retractions,
-    ),
-    (
-        ("hicache_saved_tokens",),
-        "Tokens of cached KV copied to host memory",
-        lambda i, s: s.host_save_pages * i.page_size,
-    ),
-    (
-        ("hicache_loaded_tokens",),
-        "Tokens of cached KV copied back from host memory",
-        lambda i, s: s.host_load_pages * i.page_size,
-    ),
-    (("spec_decode_num_drafts",), "Drafts that were verified, one per request and step", lambda i, s: s.num_drafts),
-    (("spec_decode_num_draft_tokens",), "Draft tokens that were verified", lambda i, s: s.draft_tokens),
-    (("forced_tokens",), "Generation tokens that were forced, not drawn", lambda i, s: s.forced_tokens),
-    (("spec_decode_num_accepted_tokens",), "Draft tokens that were accepted", lambda i, s: s.accepted_tokens),
-    (("engine_steps",), "Steps that the engine has finished", lambda i, s: s.num_steps),
-    (
-        ("compiles_after_ready",),
-        "Programs compiled since the server was ready; anything but 0 is a bug",
-        lambda i, s: s.compiles_after_ready,
-    ),
-)
 
+class EngineFamilies:
+    """Makes the metric families of an engine, or of one of several engine processes.
 
-class EngineCollector:
-    """Collects the engine's metrics.
-
-    `reading` returns the engine's facts and statistics, or None while there is no engine; `cache_config` holds settings
-    of the KV cache that are reported together with its sizes.
+    `cache_config` holds settings of the KV cache that are reported together with its sizes.
     """
 
-    def __init__(
-        self,
-        model_name: str,
-        reading: Callable[[], Reading | None],
-        throughput: Throughput,
-        cache_config: Mapping[str, str],
-    ) -> None:
+    def __init__(self, model_name: str, cache_config: Mapping[str, str]) -> None:
         self._cache_config = cache_config
         self._model_name = model_name
-        self._reading = reading
-        self._throughput = throughput
 
-    def collect(self) -> Iterator[Family]:
-        """Yield the metric families, as Prometheus's registry asks for them."""
-        info, stats = self._reading() or (_NO_ENGINE, EngineStats())
-        for names, text, value in _GAUGES:
+    def of(self, reading: Reading | None, throughput: Throughput) -> Iterator[Family]:
+        """Yield the families of a reading; without one, all are 0."""
+        info, stats = reading or (NO_ENGINE, EngineStats())
+        for names, text, value in GAUGES:
             for name in names:
                 yield self._family(GaugeMetricFamily, name, text, {(): value(info, stats)})
-        for names, text, count in _COUNTERS:
+        for names, text, count in COUNTERS:
             for name in names:
                 yield self._family(CounterMetricFamily, name, text, {(): count(info, stats)})
         text = "Tokens generated per second, over the last 10 s"
         for name in ("gen_throughput", "avg_generation_throughput_toks_per_s"):
-            yield self._family(GaugeMetricFamily, name, text, {(): self._throughput.generation()})
+            yield self._family(GaugeMetricFamily, name, text, {(): throughput.generation()})
         text = "Prompt tokens processed per second, over the last 10 s"
-        rate = self._throughput.prompt()
-        yield self._family(GaugeMetricFamily, "avg_prompt_throughput_toks_per_s", text, {(): rate})
+        yield self._family(GaugeMetricFamily, "avg_prompt_throughput_toks_per_s", text, {(): throughput.prompt()})
         yield from self._labelled_families(stats)
         yield self._info("engine_info", "The engine's settings, always 1", _engine_labels(info))
         text = "Sizes and settings of the KV cache, always 1"
-        yield self._info("cache_config_info", text, _cache_labels(info) | dict(self._cache_config))
+        yield self._info("cache_config_info", text, _cache_labels(info, stats) | dict(self._cache_config))
         yield self._step_tokens(stats)
         yield from self._draft_families(stats)
         yield from self._state_families(info, stats)
@@ -212,6 +74,19 @@ class EngineCollector:
         waiting: ValuesByLabels = {("capacity",): s.num_waiting - s.num_deferred, ("deferred",): s.num_deferred}
         text = "Waiting requests: for room, or for a prefix that another request is computing"
         yield self._family(GaugeMetricFamily, "num_requests_waiting_by_reason", text, waiting, "reason")
+        found: ValuesByLabels = {
+            ("local_compute",): s.cache_query_tokens - s.cache_hit_tokens,
+            ("local_cache_hit",): s.cache_hit_tokens,
+        }
+        text = "Prompt tokens of requests that started, to be computed or found in the prefix cache"
+        yield self._family(CounterMetricFamily, "prompt_tokens_by_source", text, found, "source")
+        tokens: ValuesByLabels = {
+            ("prefill_compute",): s.prefill_tokens,
+            ("prefill_cache",): s.cache_hit_tokens,
+            ("decode",): s.generation_tokens,
+        }
+        text = "Tokens of prompts that were computed, or found in the prefix cache, and tokens generated"
+        yield self._family(CounterMetricFamily, "realtime_tokens", text, tokens, "mode")
         steps: ValuesByLabels = {("True",): s.decode_steps - s.coarse_decode_steps, ("False",): s.coarse_decode_steps}
         text = "Decode steps within the finely spaced programs of --cuda-graph-max-bs (True) or beyond them (False)"
         yield self._family(CounterMetricFamily, "decode_steps", text, steps, "cuda_graph")
@@ -224,7 +99,7 @@ class EngineCollector:
         padding: ValuesByLabels = {kind: sizes[kind] - used[kind] for kind in used}
         text = "Rows of decode programs, and tokens of mixed and verifying ones, that were padding"
         yield self._family(CounterMetricFamily, "bucket_padding", text, padding, "kind")
-        shares: ValuesByLabels = {kind: _share(used[kind], sizes[kind]) for kind in used}
+        shares: ValuesByLabels = {kind: share(used[kind], sizes[kind]) for kind in used}
         text = "Share of the rows of decode programs, and of tokens of mixed and verifying ones, that were used, 0 to 1"
         yield self._family(GaugeMetricFamily, "bucket_occupancy", text, shares, "kind")
 
@@ -259,7 +134,7 @@ class EngineCollector:
         text = "Tokens computed by the experts of this number, added up over all layers"
         yield self._family(CounterMetricFamily, "expert_tokens", text, of_experts, "expert")
         balance: ValuesByLabels = {
-            (str(layer),): _share(sum(counts), len(counts) * max(counts))
+            (str(layer),): share(sum(counts), len(counts) * max(counts))
             for layer, counts in enumerate(tokens)
             if counts
         }
@@ -314,10 +189,6 @@ class EngineCollector:
         return family
 
 
-def _share(part: float, whole: float) -> float:
-    return part / whole if whole else 0.0
-
-
 def _engine_labels(info: EngineInfo) -> dict[str, str]:
     return {
         "schedule_policy": info.schedule_policy,
@@ -330,11 +201,12 @@ def _engine_labels(info: EngineInfo) -> dict[str, str]:
     }
 
 
-def _cache_labels(info: EngineInfo) -> dict[str, str]:
+def _cache_labels(info: EngineInfo, stats: EngineStats) -> dict[str, str]:
     """Return the labels under vLLM's names, from which autoscalers and routers read the capacity."""
     return {
         "block_size": str(info.page_size),
         "num_gpu_blocks": str(info.num_pages),
+        "num_cpu_blocks": str(stats.num_host_pages),
         "kv_cache_size_tokens": str(info.max_total_num_tokens),
-        "kv_cache_max_concurrency": f"{_share(info.max_total_num_tokens, info.max_model_len):g}",
+        "kv_cache_max_concurrency": f"{share(info.max_total_num_tokens, info.max_model_len):g}",
     }

@@ -1,6 +1,6 @@
 """The Prometheus metrics of a server. Owns the registry of the API process, and measures the latencies of requests.
 
-The engine's own numbers are read at each scrape (`engine_metrics`). Latencies are measured here, in the process that
+The engine's own numbers are read at each scrape (`all_series`). Latencies are measured here, in the process that
 answers the client. Nothing is global: two servers in one process have two registries. Several API processes of one
 server count in files that each of them adds up when it is asked, so that all answer the same.
 """
@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from weakref import WeakValueDictionary
 
+from msgspec.structs import replace
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.exposition import generate_latest
-from prometheus_client.metrics_core import Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from jaxserve.api_types import EngineRequest, FinishReason, ReplicaStats
+from jaxserve.api_types import EngineRequest, FinishReason, ReplicaStats, Usage
 from jaxserve.errors import QUEUE_LIMITS
-from jaxserve.observability.engine_metrics import PREFIX, EngineCollector, Reading
+from jaxserve.observability.all_series import AllSeries, PartReadings
+from jaxserve.observability.engine_metrics import PREFIX, EngineFamilies, Reading
+from jaxserve.observability.exposition import exposition
 from jaxserve.observability.throughput import Throughput
-
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 # vLLM's buckets, in seconds, so that its dashboards can be used.
 TTFT_BUCKETS = (
@@ -42,12 +42,6 @@ TOKEN_BUCKETS = tuple(float(digit * 10**power) for power in range(6) for digit i
 # Any other method counts as "other": its name would be a label that clients choose.
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 
-# Second names of some histograms, used by other engines' dashboards.
-_SECOND_NAMES = {
-    f"{PREFIX}inter_token_latency_seconds": f"{PREFIX}time_per_output_token_seconds",
-    f"{PREFIX}request_queue_time_seconds": f"{PREFIX}queue_time_seconds",
-}
-
 FILES_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 """Names the folder of the files in which several API processes count; `prometheus_client` reads it when imported."""
 
@@ -57,7 +51,8 @@ class Metrics:
 
     `reading` returns the engine's latest statistics, or None while there is no engine, and `replicas` those of each of
     its processes; `cache_config` holds settings of the KV cache for `cache_config_info`. `files` is the folder that
-    $PROMETHEUS_MULTIPROC_DIR names, if this is one of several API processes.
+    $PROMETHEUS_MULTIPROC_DIR names, if this is one of several API processes. There are series under the names of
+    `other_engines` too. All series get `labels`. `bounds` are those of histograms, by name without prefix.
     """
 
     def __init__(
@@ -67,18 +62,34 @@ class Metrics:
         cache_config: Mapping[str, str] | None = None,
         replicas: Callable[[], Sequence[ReplicaStats]] = tuple,
         files: str | None = None,
+        *,
+        other_engines: Sequence[str] = (),
+        labels: Mapping[str, str] | None = None,
+        bounds: Mapping[str, Sequence[float]] | None = None,
     ) -> None:
-        self.registry = CollectorRegistry()
         own = CollectorRegistry()
         self._reading = reading
         self._throughput = Throughput()
         self._replicas = replicas
         self._replica_throughputs: defaultdict[int, Throughput] = defaultdict(Throughput)
-        self.registry.register(EngineCollector(model_name, reading, self._throughput, cache_config or {}))
-        self.registry.register(_WithSecondNames(own if files is None else MultiProcessCollector(None, files)))
+        self.registry = CollectorRegistry()
+        self.registry.register(
+            AllSeries(
+                model_name,
+                EngineFamilies(model_name, cache_config or {}),
+                own if files is None else MultiProcessCollector(None, files),
+                lambda: (self._reading(), self._throughput),
+                self._parts,
+                other_engines,
+                labels,
+            )
+        )
+        self._samples: WeakValueDictionary[str, _Samples] = WeakValueDictionary()
+        bounds = bounds or {}
 
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(PREFIX + name, text, ["model_name"], buckets=buckets, registry=own).labels(model_name)
+        def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
+            made = Histogram(PREFIX + name, text, ["model_name"], buckets=bounds.get(name, buckets), registry=own)
+            return made.labels(model_name)
 
         self.ttft = histogram("time_to_first_token_seconds", "From request to first token", TTFT_BUCKETS)
         self.itl = histogram("inter_token_latency_seconds", "Between two tokens of a request", ITL_BUCKETS)
@@ -95,6 +106,12 @@ class Metrics:
             "request_inference_time_seconds", "From the first run to the last token", E2E_BUCKETS
         )
         self.prompt_tokens = histogram("request_prompt_tokens", "Prompt tokens of a request", TOKEN_BUCKETS)
+        self.computed_tokens = histogram(
+            "request_prefill_kv_computed_tokens", "Prompt tokens of a request that weren't cached", TOKEN_BUCKETS
+        )
+        self.longest_sample = histogram(
+            "request_max_num_generation_tokens", "Tokens of the longest sample of a prompt", TOKEN_BUCKETS
+        )
         self.generation_tokens = histogram("request_generation_tokens", "Tokens generated for a request", TOKEN_BUCKETS)
         self.max_tokens = histogram("request_params_max_tokens", "max_tokens of a sequence", TOKEN_BUCKETS)
         self.n = histogram("request_params_n", "Samples requested for a prompt", N_BUCKETS)
@@ -125,31 +142,42 @@ class Metrics:
             ["model_name"],
             registry=own,
         ).labels(model_name)
-        labels = ["model_name", "handler", "method"]
+        names = ["model_name", "handler", "method"]
         self._http_requests = Counter(
             f"{PREFIX}http_requests",
             "Answered HTTP requests by route and status, which is none if the client had gone",
-            [*labels, "status"],
+            [*names, "status"],
+            registry=own,
+        )
+        self._http_responses = Counter(
+            f"{PREFIX}http_responses",
+            "Answers by route and status code",
+            [*names, "status_code"],
             registry=own,
         )
         self._http_seconds = Histogram(
             f"{PREFIX}http_request_duration_seconds",
             "From a request's head to the end of its answer, by route",
-            labels,
-            buckets=HTTP_BUCKETS,
+            names,
+            buckets=bounds.get("http_request_duration_seconds", HTTP_BUCKETS),
             registry=own,
         )
         self._model_name = model_name
 
     def clock(self, arrival: float, request: EngineRequest) -> SequenceClock:
         """Return the clock of a sequence that is submitted now; its request arrived at `arrival` (`perf_counter()`)."""
-        return SequenceClock(self, arrival, request)
+        samples = None
+        if request.sampling.n > 1 and not request.pooled:
+            samples = self._samples.setdefault(request.group_id, _Samples(request.sampling.n))
+        return SequenceClock(self, arrival, request, samples)
 
     def record_http(self, handler: str, method: str, status: int, seconds: float) -> None:
         """Record an HTTP request to the route `handler`; `status` is 0 if no answer was begun."""
         method = method if method in _METHODS else "other"
         group = f"{status // 100}xx" if status else "none"
         self._http_requests.labels(self._model_name, handler, method, group).inc()
+        if status:
+            self._http_responses.labels(self._model_name, handler, method, str(status)).inc()
         self._http_seconds.labels(self._model_name, handler, method).observe(seconds)
 
     def record_stored_responses(self, num: int, num_bytes: int, num_evicted: int) -> None:
@@ -167,6 +195,21 @@ class Metrics:
         """Return the tokens that a replica generated per second, over the last seconds."""
         return self._replica_throughputs[number].generation()
 
+    def _parts(self) -> PartReadings:
+        reading, replicas = self._reading(), self._replicas()
+        if reading is None:
+            return []
+        if len(replicas) < 2:
+            return [(reading, self._throughput)]
+        slots = reading[0].max_running_requests // len(replicas)
+        return [
+            (
+                (replace(reading[0], num_pages=one.stats.num_pages, max_running_requests=slots), one.stats),
+                self._replica_throughputs[number],
+            )
+            for number, one in enumerate(replicas)
+        ]
+
     def tick(self) -> None:
         """Record a reading for the throughputs. Call it about once a second."""
         reading, now = self._reading(), time.perf_counter()
@@ -178,34 +221,45 @@ class Metrics:
     def render(self) -> bytes:
         """Return all metrics in Prometheus's text format."""
         self.tick()
-        text: bytes = generate_latest(self.registry)
-        return text
+        return exposition(self.registry.collect()).encode()
+
+
+class _Samples:
+    """How many samples of a prompt haven't ended, and the tokens of the longest that has. Their clocks own it."""
+
+    def __init__(self, num: int) -> None:
+        self.num_open = num
+        self.most_tokens = 0
 
 
 class SequenceClock:
     """Measures the latencies of one sequence. Only the first `record_end` counts. A pooled one has no tokens."""
 
     __slots__ = (
-        "_arrival", "_ended", "_first", "_last", "_metrics", "_num_tokens",
-        "_request", "_started", "_submitted",
+        "_arrival", "_cached_tokens", "_ended", "_first", "_last", "_metrics", "_num_tokens",
+        "_request", "_samples", "_started", "_submitted",
     )  # fmt: skip
 
-    def __init__(self, metrics: Metrics, arrival: float, request: EngineRequest) -> None:
+    def __init__(self, metrics: Metrics, arrival: float, request: EngineRequest, samples: _Samples | None) -> None:
         self._metrics = metrics
         self._arrival = arrival
         self._submitted = time.perf_counter()
         self._request = request
+        self._samples = samples
+        self._cached_tokens: int | None = None
         self._num_tokens = 0
         self._started: float | None = None
         self._first: float | None = None
         self._last = 0.0
         self._ended = False
 
-    def record_tokens(self, count: int, queue_seconds: float | None = None) -> None:
+    def record_tokens(self, count: int, queue_seconds: float | None = None, usage: Usage | None = None) -> None:
         """Record `count` tokens that arrived at once.
 
-        The first call gives the seconds that the request waited in the engine's queue.
+        The first call gives the seconds that the request waited in the engine's queue, and its token counts.
         """
+        if usage is not None:
+            self._cached_tokens = usage.cached_tokens
         if queue_seconds is not None:
             self._metrics.queue.observe(queue_seconds)
             self._started = self._submitted + queue_seconds
@@ -235,12 +289,15 @@ class SequenceClock:
         metrics.e2e.observe(time.perf_counter() - self._arrival)
         request = self._request
         metrics.prompt_tokens.observe(len(request.prompt_ids))
+        if self._cached_tokens is not None:
+            metrics.computed_tokens.observe(len(request.prompt_ids) - self._cached_tokens)
         if request.pooled:
             return
         metrics.max_tokens.observe(request.sampling.max_tokens)
         if request.sample == 0:
             metrics.n.observe(request.sampling.n)
         metrics.generation_tokens.observe(self._num_tokens)
+        self._record_longest_sample()
         if self._first is None:
             return
         decoding = self._last - self._first
@@ -250,19 +307,12 @@ class SequenceClock:
         if self._started is not None:
             metrics.inference.observe(max(self._last - self._started, 0.0))
 
-
-class _WithSecondNames:
-    """Collects what another collector does, some histograms a second time under their second names."""
-
-    def __init__(self, counted: CollectorRegistry | MultiProcessCollector) -> None:
-        self._counted = counted
-
-    def collect(self) -> Iterator[Metric]:
-        for family in self._counted.collect():
-            yield family
-            if second := _SECOND_NAMES.get(family.name):
-                renamed = Metric(second, family.documentation, family.type)
-                renamed.samples = [
-                    sample._replace(name=second + sample.name.removeprefix(family.name)) for sample in family.samples
-                ]
-                yield renamed
+    def _record_longest_sample(self) -> None:
+        samples = self._samples
+        if samples is None:
+            self._metrics.longest_sample.observe(self._num_tokens)
+            return
+        samples.num_open -= 1
+        samples.most_tokens = max(samples.most_tokens, self._num_tokens)
+        if not samples.num_open:
+            self._metrics.longest_sample.observe(samples.most_tokens)

@@ -69,18 +69,18 @@ _MEMORY_METRICS = ("available_gpu_mem_bytes", "working_memory_bytes", "kv_cache_
 
 def read_sample(metrics: str, seconds: float, problem: str | None = None) -> Sample:
     """Return a sample from the text of /metrics. Raises `JaxserveError` if it isn't that of a jaxserve server."""
-    values = {
-        (sample.name.removeprefix(PREFIX), frozenset(sample.labels.items()) - _model_label(sample.labels)): sample.value
-        for family in text_string_to_metric_families(metrics)
-        for sample in family.samples
-        if sample.name.startswith(PREFIX)
-    }
+    values: dict[str, list[tuple[Mapping[str, str], float]]] = {}
+    for family in text_string_to_metric_families(metrics):
+        for sample in family.samples:
+            if sample.name.startswith(PREFIX):
+                values.setdefault(sample.name.removeprefix(PREFIX), []).append((sample.labels, sample.value))
 
     def value(name: str, **labels: str) -> float:
-        try:
-            return float(values[name, frozenset(labels.items())])
-        except KeyError as error:
-            raise JaxserveError(f"/metrics has no {PREFIX}{name}: this is not a jaxserve of this version") from error
+        """Return the value with these labels, whichever others it has."""
+        for found, number in values.get(name, ()):
+            if labels.items() <= found.items():
+                return number
+        raise JaxserveError(f"/metrics has no {PREFIX}{name}: this is not a jaxserve of this version")
 
     coarse = int(value("decode_steps_total", cuda_graph="False"))
     return Sample(
@@ -110,7 +110,7 @@ def read_sample(metrics: str, seconds: float, problem: str | None = None) -> Sam
                 value("stage_compute_seconds_total", stage=str(stage)),
                 value("stage_wait_seconds_total", stage=str(stage)),
             )
-            for stage in range(sum(name == "stage_compute_seconds_total" for name, _ in values))
+            for stage in range(len(values.get("stage_compute_seconds_total", ())))
         ),
         problem=problem,
     )
@@ -122,7 +122,7 @@ def read_settings(metrics: str, server_info: Mapping[str, Any] | None) -> Settin
         sample.name.removeprefix(PREFIX): sample
         for family in text_string_to_metric_families(metrics)
         for sample in family.samples
-        if sample.name.removeprefix(PREFIX) in ("engine_info", *_MEMORY_METRICS)
+        if sample.name.startswith(PREFIX) and sample.name.removeprefix(PREFIX) in ("engine_info", *_MEMORY_METRICS)
     }
     free, working, bound = (found[name].value if name in found else 0 for name in _MEMORY_METRICS)
     config = (server_info or {}).get("engine_config") or {}
@@ -136,7 +136,3 @@ def read_settings(metrics: str, server_info: Mapping[str, Any] | None) -> Settin
         speculative_method=config.get("speculative_method"),
         layer_partition=config.get("pp_layer_partition"),
     )
-
-
-def _model_label(labels: Mapping[str, str]) -> frozenset[tuple[str, str]]:
-    return frozenset(item for item in labels.items() if item[0] == "model_name")

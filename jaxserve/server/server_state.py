@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import msgspec
 
+from jaxserve.config.metric_settings import histogram_bounds
 from jaxserve.config.sampling_defaults import SamplingDefaults
 from jaxserve.config.schema import EngineConfig
 from jaxserve.config.server_schema import ServerConfig
@@ -161,7 +162,16 @@ class ServerState:
             "enable_prefix_caching": str(not engine_config.disable_radix_cache),
             "gpu_memory_utilization": str(engine_config.mem_fraction_static),
         }
-        self.metrics = Metrics(self.model_name, self._reading, cache_config, self._replicas, metrics_dir)
+        self.metrics = Metrics(
+            self.model_name,
+            self._reading,
+            cache_config,
+            self._replicas,
+            metrics_dir,
+            other_engines=config.metrics_prefix,
+            labels=config.extra_metric_labels,
+            bounds=histogram_bounds(config.custom_histogram_buckets),
+        )
         self.refusals = Refusals(
             self._reading,
             engine_config.max_num_queued_reqs,

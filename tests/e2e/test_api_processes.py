@@ -26,7 +26,7 @@ LONG = {"prompt": [1, 2, 3], "max_tokens": 3000, "ignore_eos": True, "stream": T
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[FakeServer]:
-    with running(*FLAGS) as server:
+    with running(*FLAGS, "--metrics-prefix", "vllm") as server:
         yield server
 
 
@@ -149,10 +149,16 @@ async def test_metrics_are_those_of_all_processes(server: FakeServer) -> None:
     await asyncio.gather(*(ask(url, "/v1/completions", prompt=[1, 2], max_tokens=2) for _ in range(8)))
     texts = [await ask(url, "/metrics") for _ in range(2)]
     assert [finished(text) - before for text in texts] == [8, 8]
+    assert "process_cpu_seconds" not in texts[0], "which process answers changes"
     for name in ("time_to_first_token_seconds_count", "inter_token_latency_seconds_bucket", "generation_tokens_total",
                  "time_per_output_token_seconds_sum", "http_requests_total", "num_requests_running"):  # fmt: skip
         found = [sorted(re.findall(rf"^jaxserve:{name}\{{.*", text, flags=re.M)) for text in texts]
         assert found[0]
+        if name != "http_requests_total":
+            theirs = [
+                line.replace('engine="0",', "") for line in re.findall(rf"^vllm:({name}\{{.*)", texts[0], flags=re.M)
+            ]
+            assert sorted(theirs) == [line.removeprefix("jaxserve:") for line in found[0]]
         if "http" not in name:  # the first scrape counts in the second
             assert found[0] == found[1]
 

@@ -32,6 +32,8 @@ def test_the_counts_since_an_earlier_reading() -> None:
 def test_they_are_read_from_our_metrics() -> None:
     assert read_acceptance(rendered(STATS)) == acceptance(STATS)
     assert read_acceptance(rendered(EngineStats())) is None, "without speculation"
+    twice = Metrics("tiny", lambda: (INFO, STATS), other_engines=("vllm",)).render().decode()
+    assert read_acceptance(twice) == acceptance(STATS)
 
 
 def test_they_are_read_from_vllms_engines() -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from jaxserve.api_types import EngineStats, StageTimes
@@ -9,12 +11,13 @@ from jaxserve.observability.sample import Sample, Settings, read_sample, read_se
 from tests.server.admin.test_metrics import INFO, STATS
 
 
-def rendered(stats: EngineStats = STATS) -> str:
-    return Metrics('a "model"\\', lambda: (INFO, stats)).render().decode()
+def rendered(stats: EngineStats = STATS, **settings: Any) -> str:
+    return Metrics('a "model"\\', lambda: (INFO, stats), **settings).render().decode()
 
 
-def test_read_sample_parses_served_metrics() -> None:
-    assert read_sample(rendered(), 2.5, "gone") == Sample(
+@pytest.mark.parametrize("settings", [{}, {"other_engines": ("vllm", "sglang"), "labels": {"pod": "a", "zone": "b"}}])
+def test_read_sample_parses_served_metrics(settings: dict[str, Any]) -> None:
+    assert read_sample(rendered(**settings), 2.5, "gone") == Sample(
         seconds=2.5,
         running=3,
         waiting=9,
@@ -51,7 +54,7 @@ def test_settings_come_from_both_places() -> None:
     assert read_settings(rendered(), {"engine_config": config}) == Settings(
         "lpm", 0.3, **memory, speculative_method="ngram", layer_partition="layers"
     )
-    assert read_settings(rendered(), None) == Settings("lpm", None, **memory)
+    assert read_settings(rendered(labels={"pod": "a"}), None) == Settings("lpm", None, **memory)
     assert read_settings("", {"engine_config": {}}) == Settings(None, None)
 
 

@@ -14,7 +14,7 @@ from jaxserve.config.data_parallel import parallelism
 from jaxserve.config.server_schema import SECRETS
 from jaxserve.errors import JaxserveError, QueueFullError
 from jaxserve.observability.acceptance import acceptance
-from jaxserve.observability.metrics import CONTENT_TYPE
+from jaxserve.observability.exposition import CONTENT_TYPE
 from jaxserve.server.errors import UnavailableError, request_error
 from jaxserve.server.http.exchange import HttpExchange
 from jaxserve.server.server_state import LoadedModel, ServerState

@@ -74,7 +74,7 @@ class Generation:
         try:
             stream = self._engine.submit(request)
             async for event in stream:
-                clock.record_tokens(len(event.token_ids), event.queue_seconds)
+                clock.record_tokens(len(event.token_ids), event.queue_seconds, event.usage)
                 delta = processor.push(event)
                 reason = delta.finish_reason
                 if reason is not None:

@@ -69,7 +69,7 @@ class PooledRun:
         clock = self._state.metrics.clock(self._arrival, request)
         try:
             async for event in stream:
-                clock.record_tokens(0, event.queue_seconds)
+                clock.record_tokens(0, event.queue_seconds, event.usage)
                 reason = event.finish_reason
                 if reason is None:
                     continue

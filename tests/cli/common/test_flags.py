@@ -29,6 +29,11 @@ NEEDS = {
     "hicache_size": ["--enable-hierarchical-cache"],
     "hicache_write_policy": ["--enable-hierarchical-cache"],
     "speculative_model": ["--speculative-method=draft"],
+    **{
+        name: ["--ssl-certfile=a.pem"]
+        for name in ("ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs", "ssl_ciphers", "enable_ssl_refresh")
+    },
+    "ssl_cert_reqs": ["--ssl-certfile=a.pem", "--ssl-ca-certs=b.pem"],
     **{name: ["--allowed-origins=*"] for name in ("allowed_methods", "allowed_headers", "allow_credentials")},
     "dist_init_addr": ["--nnodes=16", "--dp-size=16"],
     "nnodes": ["--dist-init-addr=host:5000", "--dp-size=16"],
@@ -45,6 +50,10 @@ VALUES = {
     "hf_overrides": '{"num_labels": 1}',
     "ssl_cert_reqs": "1",
     "log_requests_level": "2",
+    "root_path": "/llm",
+    "access_log_exclude": "/v1",
+    "extra_metric_labels": '{"zone": "a"}',
+    "custom_histogram_buckets": '{"time_to_first_token_seconds": [0.1]}',
     "metrics_prefix": "vllm",
     "override_generation_config": '{"top_k": 1}',
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import re
 
 import msgspec
@@ -16,6 +17,7 @@ from jaxserve.api_types import (
     ReplicaStats,
     SamplingParams,
     StageTimes,
+    Usage,
 )
 from jaxserve.observability import metrics as module
 from jaxserve.observability.metrics import Metrics
@@ -66,7 +68,7 @@ def test_the_times_of_a_sequence(clock: Clock):
     clock.now = 99.75
     sequence = metrics.clock(99.5, request(7, max_tokens=6, n=2))
     clock.now = 100.0
-    sequence.record_tokens(0, queue_seconds=0.125)
+    sequence.record_tokens(0, 0.125, Usage(7, 0, cached_tokens=4))
     sequence.record_tokens(1)
     clock.now += 0.1875
     sequence.record_tokens(1)
@@ -88,6 +90,7 @@ def test_the_times_of_a_sequence(clock: Clock):
         "request_decode_time_seconds": (1, 0.9375),
         "request_inference_time_seconds": (1, 1.0625),
         "request_prompt_tokens": (1, 7),
+        "request_prefill_kv_computed_tokens": (1, 3),
         "request_generation_tokens": (1, 5),
         "request_params_max_tokens": (1, 6),
         "request_params_n": (1, 2),
@@ -99,6 +102,26 @@ def test_the_times_of_a_sequence(clock: Clock):
     assert found['jaxserve:inter_token_latency_seconds_bucket{le="0.3"}'] == 4
     assert found['jaxserve:request_success_total{finished_reason="stop"}'] == 1
     assert found['jaxserve:request_success_total{finished_reason="abort"}'] == 0
+
+
+def test_the_longest_sample_of_a_prompt():
+    """It is counted once all samples have ended, aborted ones too; those of a prompt whose clocks are lost, never."""
+    metrics = Metrics("tiny", lambda: None)
+    samples_of = [
+        [metrics.clock(0.0, msgspec.structs.replace(request(1, n=n), group_id=name, sample=i)) for i in range(n)]
+        for name, n in (("a", 3), ("b", 1), ("c", 2))
+    ]
+    for number, sequence in enumerate(itertools.chain(*samples_of[:2])):
+        sequence.record_tokens(5 * (number + 1) % 11)  # 5, 10, 4; 9
+    for sequence in samples_of[0][:2]:
+        sequence.record_end(FinishReason.STOP)
+        assert samples(metrics.render().decode())["jaxserve:request_max_num_generation_tokens_count"] == 0
+    samples_of[2][0].record_end(FinishReason.STOP)
+    samples_of[0][2].record_end(FinishReason.ABORT)
+    samples_of[1][0].record_end(FinishReason.LENGTH)
+    found = samples(metrics.render().decode())
+    assert found["jaxserve:request_max_num_generation_tokens_count"] == 2
+    assert found["jaxserve:request_max_num_generation_tokens_sum"] == 10 + 9
 
 
 def test_a_first_event_with_several_tokens(clock: Clock):
@@ -161,6 +184,7 @@ STATS = EngineStats(
     num_preemptions=5,
     num_retractions=3,
     prompt_tokens=1000,
+    prefill_tokens=820,
     generation_tokens=200,
     cache_query_tokens=800,
     cache_hit_tokens=600,
@@ -209,6 +233,7 @@ def test_engine_metrics():
         "full_token_usage": 1 - 28 / 40,
         "swa_token_usage": 0.75,
         "num_used_tokens": (40 - 10 - 18) * 16,
+        "kv_available_tokens": 10 * 16,
         "num_evictable_tokens": 18 * 16,
         "hicache_host_used_tokens": 70 * 16,
         "hicache_host_total_tokens": 90 * 16,
@@ -224,7 +249,11 @@ def test_engine_metrics():
         "state_snapshots_evicted_total": 50,
         "state_recomputed_tokens_total": 4000,
         "max_total_num_tokens": 640,
+        "page_size": 16,
+        "num_pages": 40,
+        "context_len": 512,
         "max_running_requests": 32,
+        "utilization": 0.75,
         "available_gpu_mem_bytes": 3000,
         "working_memory_bytes": 1000,
         "kv_cache_memory_bound": 1,
@@ -247,6 +276,11 @@ def test_engine_metrics():
         "spec_decode_accepted_tokens_per_draft_sum": 14,
         "prompt_tokens_total": 1000,
         "generation_tokens_total": 200,
+        'prompt_tokens_by_source_total{source="local_compute"}': 200,
+        'prompt_tokens_by_source_total{source="local_cache_hit"}': 600,
+        'realtime_tokens_total{mode="prefill_compute"}': 820,
+        'realtime_tokens_total{mode="prefill_cache"}': 600,
+        'realtime_tokens_total{mode="decode"}': 200,
         "prefix_cache_queries_total": 800,
         "prefix_cache_hits_total": 600,
         "cached_tokens_total": 600,
@@ -283,7 +317,13 @@ def test_engine_metrics():
     assert 'schedule_policy="lpm"' in info
     assert 'page_size="16"' in info
     [cache] = [name for name in found if name.startswith("jaxserve:cache_config_info")]
-    for label in ('block_size="16"', 'num_gpu_blocks="40"', 'kv_cache_size_tokens="640"', 'cache_dtype="auto"'):
+    for label in (
+        'block_size="16"',
+        'num_gpu_blocks="40"',
+        'num_cpu_blocks="90"',
+        'kv_cache_size_tokens="640"',
+        'cache_dtype="auto"',
+    ):
         assert label in cache
     covered = {name.partition("{")[0] for name in truth}
     server = {name.removeprefix("jaxserve:").partition("{")[0] for name in found}
@@ -341,7 +381,11 @@ async def test_requests_by_route():
         if name.startswith("jaxserve:http_requests_total")
     }
     assert counted == expected
-    name = 'jaxserve:http_request_duration_seconds_count{handler="/v1/completions",method="POST"}'
+    responses = [name for name in found if name.startswith("jaxserve:http_responses_total")]
+    assert sum(found[name] for name in responses) == sum(expected.values()) - 1
+    route = 'handler="/v1/completions",method="POST"'
+    assert found[f'jaxserve:http_responses_total{{{route},status_code="400"}}'] == 1
+    name = f"jaxserve:http_request_duration_seconds_count{{{route}}}"
     assert found[name] == 3
 
 
@@ -417,6 +461,9 @@ async def test_a_scripted_run():
     assert found["jaxserve:request_prompt_tokens_count"] == 9
     assert found["jaxserve:request_prompt_tokens_sum"] == 2 * 3 + 2 * 2 + 4 + 4 + 3 * 2
     assert found["jaxserve:request_generation_tokens_sum"] == 20 + until_stop + 3
+    assert found["jaxserve:request_max_num_generation_tokens_sum"] == 2 * 5 + until_stop + 1
+    assert found["jaxserve:request_max_num_generation_tokens_count"] == 2 + 1 + 1 + 1
+    assert found["jaxserve:request_prefill_kv_computed_tokens_sum"] == 2 * 3 + 2 * 2 + 4 + 3 * 2
     assert found["jaxserve:request_params_max_tokens_sum"] == 4 * 5 + 20 + 16 + 3 * 9
     assert (found["jaxserve:request_params_n_count"], found["jaxserve:request_params_n_sum"]) == (5, 2 + 2 + 1 + 1 + 3)
     reasons = {"length": 4, "stop": 1, "error": 1, "abort": 3}
