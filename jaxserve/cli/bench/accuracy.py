@@ -67,7 +67,7 @@ def parser() -> Parser:
     add("--request-timeout", type=float, default=600.0, metavar="X", help="maximum seconds of a request (default 600)")
     add("--start-timeout", type=float, default=1800.0, metavar="X", help="maximum seconds of a start (default 1800)")
     add("--output-json", type=Path, metavar="FILE", help="write the figures to this file")
-    flags.add_settings(parser)
+    flags.add_settings(parser, hidden=("tokenizer",))
     return parser
 
 
