@@ -48,6 +48,7 @@ async def load_model(engine_config: EngineConfig, server_config: ServerConfig, e
     from jaxserve.text.answers.formats import choose_formats
     from jaxserve.text.chat_template import ChatTemplate
     from jaxserve.text.grammars.checking import GrammarChecker
+    from jaxserve.text.template_arguments import default_arguments
     from jaxserve.text.template_process import TemplateProcess
     from jaxserve.text.tokenizers.chat_template_files import choose_chat_template
     from jaxserve.text.tokenizers.tokenizer import load_tokenizer
@@ -63,7 +64,15 @@ async def load_model(engine_config: EngineConfig, server_config: ServerConfig, e
         formats = choose_formats(
             template or "", calls=server_config.tool_call_parser, reasoning=server_config.reasoning_parser
         )
-        chat_template = TemplateProcess(template, tokenizer.special_tokens, formats.calls.name)
+        defaults = default_arguments(
+            server_config.default_chat_template_kwargs, template, reasons=formats.reasoning is not None
+        )
+        chat_template = TemplateProcess(
+            template,
+            tokenizer.special_tokens,
+            formats.calls.name,
+            content_format=server_config.chat_template_content_format,
+        )
         if template is not None:
             await chat_template.start()
             tokenizer = tokenizer.with_turn_end(await chat_template.turn_end())
@@ -72,7 +81,9 @@ async def load_model(engine_config: EngineConfig, server_config: ServerConfig, e
             reasoning = "none" if formats.reasoning is None else formats.reasoning.name
             logger.info("calls of tools are read as %s, reasoning as %s", formats.calls.name, reasoning)
         grammars = GrammarChecker(tokenizer)
-        loaded = LoadedModel(await launching, tokenizer, chat_template, template or "", grammars, formats, task)
+        loaded = LoadedModel(
+            await launching, tokenizer, chat_template, template or "", grammars, formats, task, defaults
+        )
         if server_config.escape_marks:
             await run_in_thread(lambda: loaded.escaped_marks)
         return loaded

@@ -84,7 +84,8 @@ class LoadedModel:
     """A running engine with its tokenizer and chat template; `template_source` is empty for a model without one.
 
     `grammars` checks the grammars of requests; `formats` are the formats of the model's answers.
-    `task` is what it serves. `template_facts` is what was found out about the template so far.
+    `task` is what it serves. `template_defaults` are arguments of the template for requests that lack them, and
+    `template_facts` is what was found out about the template so far.
     """
 
     engine: Engine
@@ -94,6 +95,7 @@ class LoadedModel:
     grammars: GrammarChecker
     formats: AnswerFormats
     task: ModelTask = field(default_factory=ModelTask)
+    template_defaults: Mapping[str, Any] = field(default_factory=dict)
     template_facts: dict[str, Any] = field(default_factory=dict)
     _said: set[str] = field(default_factory=set)
 

@@ -44,11 +44,13 @@ _encode = msgspec.json.Encoder().encode
 @dataclass(frozen=True)
 class OutputOptions:
     """What a request asks of the items: reasoning as a summary, reasoning in the form for sending it back, log
-    probabilities. `names` has the namespace and the name of tools that are shown under another name."""
+    probabilities, with tokens written as ids if `names_ids`. `names` has the namespace and the name of tools that are
+    shown under another name."""
 
     summarizes: bool
     packs_reasoning: bool
     logprobs: bool
+    names_ids: bool
     names: Mapping[str, tuple[str, str]]
 
 
@@ -164,7 +166,7 @@ class ResponsesShape(ResponseShape):
         num_reasoning = 0 if choice.reader is None else choice.reader.num_reasoning_tokens or 0
         skipped = max(0, num_reasoning - self._num_seen)
         self._num_seen += len(entries)
-        self._logprobs += token_logprobs(self._tokenizer, entries[skipped:])
+        self._logprobs += token_logprobs(self._tokenizer, entries[skipped:], as_ids=self._options.names_ids)
 
     def _begin_item(self, kind: str, part: AnswerPart) -> bytes:
         self._writes = kind, part.call
