@@ -36,7 +36,9 @@ def token_names(tokenizer: Tokenizer, *, as_ids: bool) -> Callable[[int], str]:
     return "token_id:{}".format if as_ids else tokenizer.token_text
 
 
-def token_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], *, as_ids: bool) -> list[TokenLogprobInfo]:
+def token_logprobs(
+    tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], *, as_ids: bool = False
+) -> list[TokenLogprobInfo]:
     """Return an entry for each token. As in vLLM, the chosen token is the first of the alternatives, before the
     likeliest ones, and counts as one of them."""
     name = token_names(tokenizer, as_ids=as_ids)
