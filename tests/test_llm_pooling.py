@@ -121,10 +121,10 @@ def test_scores_of_a_reranker(load: Load, tmp_path: Path) -> None:
 
 def test_defaults_of_the_template(load: Load, tmp_path: Path) -> None:
     chat = tmp_path / "chat.jinja"
-    chat.write_text("{{ messages[0].content }} {{ mood }}{{ add_generation_prompt }}")
+    chat.write_text("{{ messages[0].content[0].text }} {{ mood }}{{ add_generation_prompt }}")
     settings: dict[str, Any] = {"chat_template": str(chat), "default_chat_template_kwargs": {"mood": "calm"}}
     hello = [{"role": "user", "content": "hello"}]
-    with load(both(EMBED), **settings) as (llm, _):
+    with load(both(EMBED), **settings, chat_template_content_format="openai") as (llm, _):
         assert bytes(llm.encode_chat(hello)) == b"hello calmTrue"
         assert bytes(llm.encode_chat(hello, mood="merry", add_generation_prompt=False)) == b"hello merryFalse"
     with (

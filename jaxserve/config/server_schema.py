@@ -18,6 +18,7 @@ SHARED_SERVER_SETTINGS = frozenset(
         "chat_template",
         "escape_marks",
         "default_chat_template_kwargs",
+        "chat_template_content_format",
         "generation_config",
         "override_generation_config",
         "max_logprobs",
@@ -93,7 +94,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     chat_template_content_format: Annotated[
         Literal["auto", "string", "openai"],
         Meta(
-            description="how the template gets contents of several parts; string: joined; openai: as a list of parts; "
+            description="how the template gets contents; string: as texts, parts joined; openai: as lists of parts; "
             "auto: as the template reads them"
         ),
     ] = "auto"

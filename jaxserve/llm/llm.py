@@ -79,7 +79,8 @@ class LLM:
         self._task = read_served_checkpoint(config, source).task
         tokenizer = load_tokenizer(source)
         template = choose_chat_template(loaded.server.chat_template, tokenizer.chat_templates)
-        self._template = ChatTemplate(template, tokenizer.special_tokens)
+        content_format = loaded.server.chat_template_content_format
+        self._template = ChatTemplate(template, tokenizer.special_tokens, content_format=content_format)
         reasons = choose_formats(template or "").reasoning is not None
         self._template_defaults = default_arguments(
             loaded.server.default_chat_template_kwargs, template, reasons=reasons
