@@ -76,11 +76,11 @@ ORDER_INSIDE = {
     "jaxserve.quant": "stored | checkpoint | choice | transform",
     "jaxserve.runtime": "devices | step | programs | sizing | execution",
     "jaxserve.server": "errors follower listener refusals response_store siblings | server_state | http loading "
-                       "model_tasks | generation | admin anthropic openai pooling responses_api sglang | app | "
+                       "model_tasks | admin generation | anthropic openai pooling responses_api sglang | app | "
                        "lifecycle | api_processes | serve",
-    "jaxserve.text": "pooled_vectors prompt_forms stop_regex tokenizers | "
-                     "detokenizer grammars pooled_texts requests stop_strings | answers output pair_forms | "
-                     "template_tools | chat_template | template_process",
+    "jaxserve.text": "pooled_vectors prompt_forms stop_regex template_arguments tokenizers | detokenizer grammars "
+                     "pooled_texts requests stop_strings | answers output pair_forms | template_tools | "
+                     "chat_template | template_process",
     "jaxserve.weights": "arrays gguf_blocks gguf_heads mismatch parts scales source stacked_experts | "
                         "dummy finite hf kv_scales manifest | gguf orbax orbax_write quantized | convert load | open",
     "pallas_kernels": "cpu gpu_code target | dispatch tuning | "

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxserve import LLM
+from jaxserve import LLM, SamplingParams
 from jaxserve.api_types import EngineRequest, FinishReason, TokenEvent, Usage
 from jaxserve.engine.client import InProcessEngine
-from jaxserve.errors import ContextLengthError, InvalidRequestError, RequestFailedError
+from jaxserve.errors import ConfigError, ContextLengthError, InvalidRequestError, RequestFailedError
 from jaxserve.model_source.pooling import ModelTask
 from tests.server.fake_engine import FakeEngine, vector_of
 from tests.server.pooling.tasks import EMBED, LABELS, RERANK, REWARD, both, only
@@ -117,6 +117,34 @@ def test_scores_of_a_reranker(load: Load, tmp_path: Path) -> None:
     with load(only(RERANK, pair_template="qwen3_reranker")) as (llm, _):
         [one] = llm.score("q", "d", instruction="Find it", use_tqdm=False)
         assert b"<Instruct>: Find it\n<Query>: q\n<Document>: d<|im_end|>" in bytes(one.prompt_token_ids)
+
+
+def test_defaults_of_the_template(load: Load, tmp_path: Path) -> None:
+    chat = tmp_path / "chat.jinja"
+    chat.write_text("{{ messages[0].content[0].text }} {{ mood }}{{ add_generation_prompt }}")
+    settings: dict[str, Any] = {"chat_template": str(chat), "default_chat_template_kwargs": {"mood": "calm"}}
+    hello = [{"role": "user", "content": "hello"}]
+    with load(both(EMBED), **settings, chat_template_content_format="openai") as (llm, _):
+        assert bytes(llm.encode_chat(hello)) == b"hello calmTrue"
+        assert bytes(llm.encode_chat(hello, mood="merry", add_generation_prompt=False)) == b"hello merryFalse"
+    with (
+        pytest.raises(ConfigError, match=r"default_chat_template_kwargs\.tools"),
+        load(both(EMBED), **settings | {"default_chat_template_kwargs": {"tools": []}}),
+    ):
+        pass
+    chat.write_text(SCORE_TEMPLATE.replace("<|im_end|>", "</s>"))
+    with load(only(RERANK), **settings) as (llm, _):
+        [one] = llm.score("q", "d", use_tqdm=False)
+        assert one.prompt_token_ids == [*b"find: q ? d", EOS_ID, *b"calm"]
+
+
+def test_more_alternatives_than_the_setting_allows_are_refused(load: Load) -> None:
+    with load(both(EMBED), max_logprobs=2) as (llm, engine):
+        for name in ("logprobs", "prompt_logprobs"):
+            with pytest.raises(InvalidRequestError, match=f"^{name} must be at most 2, got 3") as refused:
+                llm.generate("a", SamplingParams(**{name: 3}), use_tqdm=False)
+            assert refused.value.param == name
+        assert engine.submitted == []
 
 
 def test_an_encoder_truncates_and_tells_the_texts_of_pairs_apart(load: Load, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ SHARED_SERVER_SETTINGS = frozenset(
         "chat_template",
         "escape_marks",
         "default_chat_template_kwargs",
+        "chat_template_content_format",
         "generation_config",
         "override_generation_config",
         "max_logprobs",
@@ -104,7 +105,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     chat_template_content_format: Annotated[
         Literal["auto", "string", "openai"],
         Meta(
-            description="how the template gets contents of several parts; string: joined; openai: as a list of parts; "
+            description="how the template gets contents; string: as texts, parts joined; openai: as lists of parts; "
             "auto: as the template reads them"
         ),
     ] = "auto"
@@ -158,8 +159,11 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     return_tokens_as_token_ids: Annotated[
         bool, Meta(description="write tokens of log probabilities as token_id:ID, so that each has a name of its own")
     ] = False
-    enable_force_include_usage: Annotated[
+    stream_response_default_include_usage: Annotated[
         bool, Meta(description="end every stream of chat and completions with the token counts")
+    ] = False
+    enable_force_include_usage: Annotated[
+        bool, Meta(description="the same, and let every chunk have the counts so far")
     ] = False
     stream_interval: Annotated[
         int, Meta(description="tokens of a sequence that a chunk of a stream has at least, but for the first and last")
@@ -273,6 +277,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be in [0, 65535], got {self.port}")
+        if not self.response_role:
+            raise ConfigError("response_role is empty; give a role such as assistant, or leave it out")
         if not self.allowed_origins and (
             (self.allowed_methods, self.allowed_headers, self.allow_credentials) != (("*",), ("*",), False)
         ):

@@ -37,6 +37,7 @@ from jaxserve.llm.outputs import (
     ScoringRequestOutput,
 )
 from jaxserve.llm.pooling import OfflinePooling, PooledMethod, check_method
+from jaxserve.text.answers.formats import choose_formats
 from jaxserve.text.chat_template import ChatTemplate
 from jaxserve.text.grammars.checking import GrammarChecker
 from jaxserve.text.output import OutputDelta
@@ -48,7 +49,8 @@ from jaxserve.text.prompt_forms import (
     read_prompt,
     read_prompts,
 )
-from jaxserve.text.requests import check_ids
+from jaxserve.text.requests import check_ids, check_num_logprobs
+from jaxserve.text.template_arguments import default_arguments
 from jaxserve.text.tokenizers.chat_template_files import choose_chat_template
 from jaxserve.text.tokenizers.escaped_marks import EscapedMarks
 from jaxserve.text.tokenizers.served_tokenizer import load_served_tokenizer
@@ -78,7 +80,13 @@ class LLM:
         self._task = read_served_checkpoint(config, source).task
         tokenizer = load_served_tokenizer(config)
         template = choose_chat_template(loaded.server.chat_template, tokenizer.chat_templates)
-        self._template = ChatTemplate(template, tokenizer.special_tokens)
+        content_format = loaded.server.chat_template_content_format
+        self._template = ChatTemplate(template, tokenizer.special_tokens, content_format=content_format)
+        reasons = choose_formats(template or "").reasoning is not None
+        self._template_defaults = default_arguments(
+            loaded.server.default_chat_template_kwargs, template, reasons=reasons
+        )
+        self._max_logprobs = loaded.server.max_logprobs
         self._tokenizer = tokenizer.with_turn_end(self._template.turn_end())
         self._marks = EscapedMarks(self._tokenizer) if loaded.server.escape_marks else None
         self._grammars = GrammarChecker(self._tokenizer)
@@ -90,7 +98,7 @@ class LLM:
         self._generation = OfflineGeneration(self._engine, self._tokenizer)
         self._pooling = None
         if (pooled := self._task.pooled) is not None:
-            forms = self._template, template or "", loaded.server.chat_template
+            forms = self._template, template or "", loaded.server.chat_template, self._template_defaults
             self._pooling = OfflinePooling(self._engine, self._tokenizer, pooled, *forms)
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -280,6 +288,7 @@ class LLM:
         return self._pooling
 
     def _render(self, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
+        options = {**self._template_defaults, **options}
         if self._marks is not None:
             messages = self._marks.escape(list(messages))
             options = {**options, "documents": self._marks.escape(options.get("documents"))}
@@ -318,6 +327,8 @@ class LLM:
             raise InvalidRequestError(
                 f"sampling_params must be a SamplingParams, got a {type(params).__name__}", param="sampling_params"
             )
+        check_num_logprobs(params.logprobs, self._max_logprobs, param="logprobs")
+        check_num_logprobs(params.prompt_logprobs, self._max_logprobs, param="prompt_logprobs")
         grammar = "" if params.structured_outputs is None else self._grammars.grammar(params.structured_outputs)
         return PromptTask(text, ids, params, priority, cache_salt, grammar)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from tqdm import tqdm
@@ -73,7 +73,8 @@ def check_method(task: ModelTask, method: PooledMethod) -> None:
 class OfflinePooling:
     """Has an engine make the embeddings, scores and labels of `task`.
 
-    `source` is the text of the chat template, and `chat_template` the setting that chose it.
+    `source` is the text of the chat template, `chat_template` the setting that chose it, and `template_defaults` are
+    arguments of it.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class OfflinePooling:
         template: ChatTemplate,
         source: str,
         chat_template: str | None,
+        template_defaults: Mapping[str, Any],
     ) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
@@ -91,6 +93,7 @@ class OfflinePooling:
         self._template = template
         self._form = choose_form(task, chat_template, source)
         self._pair_template = PairTemplate(task, source)
+        self._template_defaults = template_defaults
         self._numbers = itertools.count()
 
     def embed(
@@ -174,7 +177,7 @@ class OfflinePooling:
             written = [qwen3_pair(query, document, instruction, marks) for query, document in pairs]
             return encode_written_pairs(tokenizer, marks, written, limits, names)
         told = None if instruction is None else marks.escape(instruction)
-        arguments = self._pair_template.arguments(told)
+        arguments = self._pair_template.arguments(told, self._template_defaults)
 
         def write(query: str, document: str) -> str:
             messages = self._pair_template.messages(marks.escape(query), marks.escape(document), told)

@@ -49,6 +49,7 @@ async def load_model(engine_config: EngineConfig, server_config: ServerConfig, e
     from jaxserve.text.answers.formats import choose_formats
     from jaxserve.text.chat_template import ChatTemplate
     from jaxserve.text.grammars.checking import GrammarChecker
+    from jaxserve.text.template_arguments import default_arguments
     from jaxserve.text.template_process import TemplateProcess
     from jaxserve.text.tokenizers.chat_template_files import choose_chat_template
     from jaxserve.text.tokenizers.served_tokenizer import load_served_tokenizer
@@ -64,7 +65,15 @@ async def load_model(engine_config: EngineConfig, server_config: ServerConfig, e
         formats = choose_formats(
             template or "", calls=server_config.tool_call_parser, reasoning=server_config.reasoning_parser
         )
-        chat_template = TemplateProcess(template, tokenizer.special_tokens, formats.calls.name)
+        template_defaults = default_arguments(
+            server_config.default_chat_template_kwargs, template, reasons=formats.reasoning is not None
+        )
+        chat_template = TemplateProcess(
+            template,
+            tokenizer.special_tokens,
+            formats.calls.name,
+            content_format=server_config.chat_template_content_format,
+        )
         if template is not None:
             await chat_template.start()
             tokenizer = tokenizer.with_turn_end(await chat_template.turn_end())
@@ -85,6 +94,7 @@ async def load_model(engine_config: EngineConfig, server_config: ServerConfig, e
             grammars,
             formats,
             task,
+            template_defaults=template_defaults,
             sampling_defaults=defaults,
         )
         if server_config.escape_marks:

@@ -86,8 +86,8 @@ class LoadedModel:
     """A running engine with its tokenizer and chat template; `template_source` is empty for a model without one.
 
     `grammars` checks the grammars of requests; `formats` are the formats of the model's answers.
-    `task` is what it serves, `sampling_defaults` the options of requests that name none. `template_facts` is what was
-    found out about the template so far.
+    `task` is what it serves, `sampling_defaults` the options of requests that name none. `template_defaults` are
+    arguments of the template for requests that lack them, `template_facts` is what was found out about it so far.
     """
 
     engine: Engine
@@ -98,6 +98,7 @@ class LoadedModel:
     formats: AnswerFormats
     task: ModelTask = field(default_factory=ModelTask)
     sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+    template_defaults: Mapping[str, Any] = field(default_factory=dict)
     template_facts: dict[str, Any] = field(default_factory=dict)
     _said: set[str] = field(default_factory=set)
 

@@ -26,7 +26,8 @@ from jaxserve.text.answers.formats import CALL_FORMATS, DEFAULT_CALLS
 from jaxserve.text.prompt_forms import Message
 from jaxserve.text.template_tools import CALL_FORMS, CallForm, calls_in_text, described_in_text
 
-type _ContentFormat = Literal["text", "parts", "both"]
+ContentFormat = Literal["auto", "string", "openai"]
+type _FoundFormat = Literal["text", "parts", "both"]
 
 _CALL: dict[str, Any] = {"name": "jaxserve_probe", "arguments": {"jaxserve": "probe"}}
 _PROBES = ("jaxserve-probe", "jaxserve-second")
@@ -40,16 +41,23 @@ class ChatTemplate:
     """A template with the special tokens of a tokenizer. Raises `ConfigError` if `source_text` is not a valid template.
 
     With `source_text` None (a model without a template), every rendering raises `InvalidRequestError`. `calls` names
-    the format of calls in texts, for a template that knows no tools. The time of a rendering is not limited here, but
-    in `template_process`.
+    the format of calls in texts, for a template that knows no tools. Contents are texts with the `content_format`
+    "string" and lists of parts with "openai", except that results of tools are always texts, as in vLLM; with "auto",
+    rendering a message of each form shows once for each role what the template supports. The time of a rendering is not
+    limited here, but in `template_process`.
     """
 
     def __init__(
-        self, source_text: str | None, special_tokens: Mapping[str, str], calls: str = DEFAULT_CALLS.name
+        self,
+        source_text: str | None,
+        special_tokens: Mapping[str, str],
+        calls: str = DEFAULT_CALLS.name,
+        content_format: ContentFormat = "auto",
     ) -> None:
         self._call_text = CALL_FORMATS[calls].shown
         self._special_tokens = special_tokens
-        self._content_formats: dict[str, _ContentFormat] = {}
+        self._content_format = content_format
+        self._found_formats: dict[str, _FoundFormat] = {}
         try:
             self._template = None if source_text is None else _environment().from_string(source_text)
         except jinja2.TemplateSyntaxError as error:
@@ -69,8 +77,8 @@ class ChatTemplate:
         """Return the prompt of a conversation. `kwargs` are further template variables (`chat_template_kwargs`).
 
         A message's content is a text or a list of `{"type": "text", "text": …}` parts. A template that supports lists
-        gets them unchanged; any other gets their texts joined by line feeds. Rendering a message of each form shows
-        once for each role whether it does. A template that knows no tools gets them, their calls and results as text.
+        gets them unchanged; any other gets their texts joined by line feeds. A template that knows no tools gets them,
+        their calls and results as text.
         With `continue_final_message`, the prompt ends where the last message ends.
         Raises `InvalidRequestError` with the template's own message if the template fails; it names the message at
         fault if that can be found out.
@@ -223,24 +231,26 @@ class ChatTemplate:
                 content = "\n".join(texts)
             else:
                 content = [{"type": "text", "text": text} for text in texts]
-        elif content and self._find_content_format(role) == "parts":
-            content = [{"type": "text", "text": content}]
+        elif (content or self._content_format == "openai") and self._find_content_format(role) == "parts":
+            content = [] if content is None else [{"type": "text", "text": content}]
         return {**message, "content": content}
 
-    def _find_content_format(self, role: str) -> _ContentFormat:
-        if role not in self._content_formats:
+    def _find_content_format(self, role: str) -> _FoundFormat:
+        if self._content_format != "auto":
+            return "parts" if self._content_format == "openai" and role != "tool" else "text"
+        if role not in self._found_formats:
             as_text = self._probe(role, _PROBES[0])
             as_parts = self._probe(role, [{"type": "text", "text": probe} for probe in _PROBES])
             # A template that supports only texts prints a list in Python's or JSON's notation, and some read only the
             # first part
             if not all(probe in as_parts for probe in _PROBES):
-                found: _ContentFormat = "text"
+                found: _FoundFormat = "text"
             elif any(printed in as_parts for printed in _PRINTED_PARTS):
                 found = "text"
             else:
                 found = "both" if _PROBES[0] in as_text else "parts"
-            self._content_formats[role] = found
-        return self._content_formats[role]
+            self._found_formats[role] = found
+        return self._found_formats[role]
 
     def _probe(self, role: str, content: object) -> str:
         messages: list[dict[str, Any]] = [{"role": role, "content": content}]

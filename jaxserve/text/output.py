@@ -37,6 +37,20 @@ class OutputDelta(msgspec.Struct):
     error: str | None = None
     abort: bool = False
 
+    def extend(self, following: OutputDelta) -> None:
+        """Add the output that follows this one, which has not ended."""
+        self.text += following.text
+        self.token_ids += following.token_ids
+        self.logprobs += following.logprobs
+        self.text_offsets += following.text_offsets
+        if following.prompt_logprobs is not None:
+            self.prompt_logprobs = following.prompt_logprobs
+        if following.cached_tokens is not None:
+            self.cached_tokens = following.cached_tokens
+        self.finish_reason, self.usage = following.finish_reason, following.usage
+        self.stop_reason, self.matched_stop = following.stop_reason, following.matched_stop
+        self.error, self.abort = following.error, following.abort
+
 
 class OutputSoFar:
     """The output of one request so far, as if it had come at once. Offsets come with log probabilities only."""

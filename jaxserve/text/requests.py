@@ -103,6 +103,14 @@ def check_ids(ids: Sequence[int], vocab_size: int, *, param: str) -> None:
         )
 
 
+def check_num_logprobs(count: int | None, most: int, *, param: str) -> None:
+    """Raise `InvalidRequestError` if a request asks for more alternatives to each token than `max_logprobs` allows."""
+    if count is not None and count > most:
+        raise InvalidRequestError(
+            f"{param} must be at most {most}, got {count}: this is the limit that --max-logprobs sets", param=param
+        )
+
+
 def _namespace(cache_salt: str | None) -> str:
     if cache_salt == "":
         raise InvalidRequestError("cache_salt is empty: give a text, or leave it out", param="cache_salt")

@@ -23,7 +23,7 @@ from jaxserve import host
 from jaxserve.errors import InvalidRequestError
 from jaxserve.framing import FrameFormat
 from jaxserve.text.answers.formats import DEFAULT_CALLS
-from jaxserve.text.chat_template import ChatTemplate
+from jaxserve.text.chat_template import ChatTemplate, ContentFormat
 from jaxserve.text.prompt_forms import Message
 
 CPU_SECONDS = 5.0
@@ -49,9 +49,10 @@ class TemplateProcess:
         special_tokens: Mapping[str, str],
         calls: str = DEFAULT_CALLS.name,
         *,
+        content_format: ContentFormat = "auto",
         cpu_seconds: float = CPU_SECONDS,
     ) -> None:
-        self._template = json.dumps([source_text, dict(special_tokens), calls, cpu_seconds]).encode()
+        self._template = json.dumps([source_text, dict(special_tokens), calls, content_format, cpu_seconds]).encode()
         self._cpu_seconds = cpu_seconds
         self._child: Process | None = None
         self._child_lock, self._large_lock = asyncio.Lock(), asyncio.Lock()
@@ -181,8 +182,8 @@ def _main() -> None:
     requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     with contextlib.suppress(EOFError):
         _, first = _FRAMES.read(requests.read)
-        source_text, special_tokens, calls, cpu_seconds = json.loads(first)
-        template = ChatTemplate(source_text, special_tokens, calls)
+        source_text, special_tokens, calls, content_format, cpu_seconds = json.loads(first)
+        template = ChatTemplate(source_text, special_tokens, calls, content_format)
         while True:
             _, request = _FRAMES.read(requests.read)
             signal.setitimer(signal.ITIMER_PROF, cpu_seconds)

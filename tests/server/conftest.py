@@ -22,6 +22,7 @@ from jaxserve.server.listener import listening, url_of
 from jaxserve.server.server_state import LoadedModel, ServerState
 from jaxserve.text.answers.formats import choose_formats
 from jaxserve.text.grammars.checking import GrammarChecker
+from jaxserve.text.template_arguments import default_arguments
 from jaxserve.text.tokenizers.tokenizer import Tokenizer
 from tests.server.fake_engine import FakeEngine
 from tests.server.tiny import TEMPLATE, VOCAB_SIZE, TinyTemplate, tiny_tokenizer
@@ -58,9 +59,14 @@ def make_state(
     formats = choose_formats(
         template or "", calls=state.config.tool_call_parser, reasoning=state.config.reasoning_parser
     )
-    rendering = TinyTemplate(tokenizer, formats.calls.name)
+    rendering = TinyTemplate(tokenizer, formats.calls.name, state.config.chat_template_content_format)
     grammars, task = GrammarChecker(tokenizer), task or ModelTask()
-    state.set_loaded(LoadedModel(fake, tokenizer, rendering, template or "", grammars, formats, task))
+    defaults = default_arguments(
+        state.config.default_chat_template_kwargs, template, reasons=formats.reasoning is not None
+    )
+    state.set_loaded(
+        LoadedModel(fake, tokenizer, rendering, template or "", grammars, formats, task, template_defaults=defaults)
+    )
     return state, fake
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxserve.text.answers.formats import DEFAULT_CALLS
-from jaxserve.text.chat_template import ChatTemplate, Message
+from jaxserve.text.chat_template import ChatTemplate, ContentFormat, Message
 from jaxserve.text.tokenizers.tokenizer import Tokenizer
 from jaxserve.text.tokenizers.tokenizer_parts import TokenizerParts
 from tests.tiny_model import byte_tokenizer
@@ -32,8 +32,10 @@ def tiny_tokenizer(template: str | None = TEMPLATE) -> Tokenizer:
 class TinyTemplate:
     """Renders the tokenizer's chat template in the test's process."""
 
-    def __init__(self, tokenizer: Tokenizer, calls: str = DEFAULT_CALLS.name) -> None:
-        self._template = ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens, calls)
+    def __init__(
+        self, tokenizer: Tokenizer, calls: str = DEFAULT_CALLS.name, content_format: ContentFormat = "auto"
+    ) -> None:
+        self._template = ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens, calls, content_format)
 
     async def render(self, messages: Sequence[Message], **arguments: Any) -> str:
         return self._template.render(messages, **arguments)

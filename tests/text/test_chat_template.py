@@ -11,7 +11,7 @@ from jaxserve.config.schema import DEFAULT_MODEL
 from jaxserve.errors import ConfigError, InvalidRequestError
 from jaxserve.model_source import resolve
 from jaxserve.text import chat_template
-from jaxserve.text.chat_template import ChatTemplate
+from jaxserve.text.chat_template import ChatTemplate, ContentFormat
 from jaxserve.text.tokenizers.tokenizer import load_tokenizer
 from tests.text import small_tokenizers
 
@@ -78,6 +78,31 @@ def test_a_template_may_take_parts_from_some_roles_only() -> None:
 @pytest.mark.parametrize(("source", "expected"), [(TEXT_ONLY, "user: Hi;"), (BOTH, "Hi;"), (PARTS_ONLY, "<Hi>;")])
 def test_content_texts_take_the_form_that_the_template_expects(source: str, expected: str) -> None:
     assert template(source).render(HI) == expected
+
+
+@pytest.mark.parametrize(
+    ("source", "content_format", "expected"),
+    [
+        (BOTH, "string", "one\ntwo;"),
+        (BOTH, "openai", "<one><two>;"),
+        (TEXT_ONLY_PRINTING, "openai", "user: [{'type': 'text', 'text': 'one'}, {'type': 'text', 'text': 'two'}];"),
+    ],
+)
+def test_the_form_of_contents_may_be_given(source: str, content_format: ContentFormat, expected: str) -> None:
+    assert ChatTemplate(source, {}, content_format=content_format).render(PARTS) == expected
+
+
+def test_a_form_of_parts_is_for_texts_too_but_not_for_results_of_tools() -> None:
+    source = (
+        "{% for m in messages %}{{ m.content }};{% for call in m.tool_calls or () %}"
+        "{{ call.function.name }}{{ call.function.arguments | tojson }}{% endfor %}{% endfor %}{{ tools or '' }}"
+    )
+    printing = ChatTemplate(source, {}, content_format="openai")
+    messages = [{"role": role, "content": text} for role, text in (("user", "Hi"), ("assistant", ""), ("tool", "one"))]
+    messages.insert(2, {"role": "assistant", "content": None})
+    wanted = "[{'type': 'text', 'text': 'Hi'}];[{'type': 'text', 'text': ''}];[];one;"
+    assert printing.render(messages) == wanted
+    assert printing.render([{**PARTS[0], "role": "tool"}]) == "one\ntwo;"
 
 
 @pytest.mark.parametrize(

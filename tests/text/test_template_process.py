@@ -38,6 +38,12 @@ async def test_the_child_renders_as_this_process_does() -> None:
         assert await template.render(large) == here.render(large)
 
 
+async def test_the_form_of_contents_reaches_the_child() -> None:
+    template = TemplateProcess("{{ messages[0].content is string }}", {}, content_format="openai")
+    assert await template.render(HI) == "False"
+    await template.close()
+
+
 async def test_errors_of_a_template_are_raised_here() -> None:
     async with process("{% if messages[1] %}{{ raise_exception('only one') }}{% endif %}") as template:
         with pytest.raises(InvalidRequestError, match=r"refused messages\[1\]: only one") as refused:

@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 
 from jaxserve.api_types import MAX_STOP_IDS
-from jaxserve.server.generation.chat_messages import RESERVED_ARGUMENTS, idle_arguments, template_words
 from jaxserve.server.http.fields import EXPLICIT_SCHEMA, LOAD_BOUND
 from jaxserve.server.server_state import ServerState
+from jaxserve.text.template_arguments import RESERVED_ARGUMENTS, idle_arguments, template_words
 
 
 def request_schemas(types: Sequence[type], state: ServerState) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -34,6 +34,7 @@ class _ModelLimits:
     def __init__(self, state: ServerState) -> None:
         loaded = state.loaded
         self._model = state.model_name
+        self._max_logprobs = state.config.max_logprobs
         self._policy = state.engine_config.schedule_policy
         self._vocab_size = 2**31 if loaded is None else loaded.engine.info.vocab_size
         self._max_model_len = 2**31 if loaded is None else loaded.engine.info.max_model_len
@@ -60,6 +61,8 @@ class _ModelLimits:
         match bound:
             case "model":
                 return {"enum": [self._model]}
+            case "num_logprobs":
+                return {"maximum": self._max_logprobs}
             case "priority" if self._policy != "priority":
                 return {"enum": [0]}
             case "prompt_ids":

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from collections.abc import Collection
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -14,7 +13,6 @@ import msgspec
 from jaxserve.errors import ConfigError, InvalidRequestError
 from jaxserve.server.generation.message_fields import (
     CONTINUED_MESSAGE_FIELDS,
-    EFFORTS,
     INERT_MESSAGE_FIELDS,
     REASONING_NAMES,
     ROLES,
@@ -26,11 +24,8 @@ from jaxserve.server.generation.prompts import LONG, run_off_event_loop
 from jaxserve.server.generation.tools import INPUT
 from jaxserve.server.http.decoding import validation_error
 from jaxserve.server.server_state import LoadedModel, ServerState
+from jaxserve.text.template_arguments import THINKING_SWITCHES, read_arguments, template_words
 from jaxserve.text.tokenizers.tokenizer import TextEncoder
-
-RESERVED_ARGUMENTS = ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message")
-THINKING_SWITCHES = ("enable_thinking", "thinking")
-"""The variables by which templates turn reasoning on and off."""
 
 
 class ChatOptions(Protocol):
@@ -104,30 +99,14 @@ def text_of(message: dict[str, Any]) -> str:
     return next((text for part in parts if isinstance(text := part.get("text"), str)), "")
 
 
-def idle_arguments(words: Collection[str], *, reasons: bool) -> dict[str, tuple[bool | str, ...]]:
-    """Return arguments that a template with these words doesn't read, with the values that ask for what the model does
-    anyway: it always reasons, or never does. There are none if the template reads another argument of reasoning."""
-    names = (*THINKING_SWITCHES, "reasoning_effort")
-    if any(name in words for name in names):
-        return {}
-    efforts = [effort for effort in EFFORTS if (effort != "none") == reasons]
-    return dict.fromkeys(THINKING_SWITCHES, (reasons,)) | {"reasoning_effort": tuple(efforts)}
-
-
 def _template_arguments(
     loaded: LoadedModel, options: ChatOptions, reasoning_effort: str | None, thinks: bool | None, source: str
 ) -> dict[str, Any]:
-    arguments = dict(options.chat_template_kwargs or {})
-    words = template_words(source) if arguments or reasoning_effort or thinks is not None else ()
+    """Return the arguments of the template. What the request says of reasoning wins over the server's defaults, as in
+    vLLM, whatever field says it."""
     reasons = loaded.formats.reasoning is not None
-    for name in list(arguments):
-        param = f"chat_template_kwargs.{name[:100]}"
-        if name in RESERVED_ARGUMENTS:
-            raise InvalidRequestError(
-                f"{param}: {name} is a field of the request, not of the template; send it there", param=param
-            )
-        if name not in words:
-            _check_idle(param, name, arguments.pop(name), words, reasons=reasons)
+    arguments = read_arguments(options.chat_template_kwargs or {}, source, reasons=reasons)
+    words = template_words(source) if reasoning_effort or thinks is not None else ()
     if thinks is not None and not switches_thinking(options):
         arguments |= {name: thinks for name in THINKING_SWITCHES if name in words}
     if reasoning_effort is not None and "reasoning_effort" in words:
@@ -142,6 +121,11 @@ def _template_arguments(
         )
     elif reasoning_effort is not None:
         loaded.say_once("reasoning_effort changes nothing: this model's chat template doesn't read it")
+    for name, value in loaded.template_defaults.items():
+        if name in THINKING_SWITCHES and reasoning_effort is not None:
+            arguments.setdefault(name, reasoning_effort != "none")
+        if arguments.get(name) is None and not (thinks and value == "none"):
+            arguments[name] = value
     if options.documents:
         if "documents" not in template_words(source):
             raise InvalidRequestError(
@@ -151,36 +135,9 @@ def _template_arguments(
     return arguments
 
 
-def _check_idle(param: str, name: str, value: Any, words: Collection[str], *, reasons: bool) -> None:
-    """Raise `InvalidRequestError` for an argument that the template doesn't read, unless it asks for nothing new."""
-    others = [other for other in (*THINKING_SWITCHES, "reasoning_effort") if other in words]
-    values = idle_arguments(words, reasons=reasons).get(name, ())
-    if any(value is one or (isinstance(value, str) and value == one) for one in values):
-        return
-    problem = f"{param}: this model's chat template does not use it"
-    if name not in (*THINKING_SWITCHES, "reasoning_effort"):
-        raise InvalidRequestError(f"{problem}; leave it out", param=param)
-    if others:
-        raise InvalidRequestError(f"{problem}; it uses {others[0]} instead", param=param)
-    if reasons and value in (False, "none"):
-        raise InvalidRequestError(
-            f"{problem}, so the model always reasons; leave it out, or send thinking_token_budget: 0 instead, which "
-            "ends the reasoning at once",
-            param=param,
-        )
-    does = "always" if reasons else "never"
-    raise InvalidRequestError(f"{problem}, as the model {does} reasons; leave it out", param=param)
-
-
 def switches_thinking(options: ChatOptions) -> bool:
     """Return whether the options themselves turn reasoning on or off."""
     return any(name in (options.chat_template_kwargs or ()) for name in THINKING_SWITCHES)
-
-
-@functools.lru_cache(4)
-def template_words(source: str) -> frozenset[str]:
-    """Return all words of a template, among them its variables."""
-    return frozenset(re.findall(r"[^\W\d]\w*", source))
 
 
 def _prepare(number: int, given: dict[str, Any], source: str) -> dict[str, Any]:

@@ -22,14 +22,25 @@ OnDelta = Callable[[int, OutputDelta], Awaitable[None]]
 
 
 class Generation:
-    """Runs `requests` together and passes each new output to a callback as it arrives."""
+    """Runs `requests` together and passes each new output to a callback as it arrives.
 
-    def __init__(self, state: ServerState, loaded: LoadedModel, requests: list[EngineRequest], arrival: float) -> None:
+    An output of a sequence has at least as many tokens as its one of `intervals` says, but for the first and the last.
+    """
+
+    def __init__(
+        self,
+        state: ServerState,
+        loaded: LoadedModel,
+        requests: list[EngineRequest],
+        arrival: float,
+        intervals: Sequence[int],
+    ) -> None:
         self._state = state
         self._engine = loaded.engine
         self._tokenizer = loaded.tokenizer
         self._requests = requests
         self._arrival = arrival
+        self._intervals = intervals
         self._running: set[str] = set()
 
     def abort(self, indexes: Sequence[int] | None = None) -> int:
@@ -67,10 +78,11 @@ class Generation:
                 self._running.clear()
 
     async def _run_sequence(self, index: int, on_delta: OnDelta) -> Usage:
-        request = self._requests[index]
+        request, interval = self._requests[index], self._intervals[index]
         name = request.request_id
         processor = OutputProcessor(self._tokenizer, request)
         clock = self._state.metrics.clock(self._arrival, request)
+        has_begun, held = False, None
         try:
             stream = self._engine.submit(request)
             async for event in stream:
@@ -86,6 +98,13 @@ class Generation:
                     if reason is FinishReason.ERROR:
                         dead = self._engine.on_death.done()
                         raise request_error(delta.error or "the engine gave no reason", engine_dead=dead)
+                if held is not None:
+                    held.extend(delta)
+                    delta, held = held, None
+                if has_begun and reason is None and len(delta.token_ids) < interval:
+                    held = delta
+                    continue
+                has_begun = has_begun or bool(delta.token_ids)
                 await on_delta(index, delta)
                 if reason is not None:
                     return delta.usage or Usage(len(request.prompt_ids), 0)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from jaxserve.server.http.fields import bound_at_load, explicit_schema
+from jaxserve.text.template_arguments import Effort
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # Names of an answer's reasoning: vLLM's and SGLang's, OpenRouter's, gpt-oss'.
@@ -123,11 +124,9 @@ CONTINUE_FINAL_MESSAGE = {
     "anyOf": [{"properties": {"continue_final_message": {"enum": [None, False]}}}, {"properties": _CONTINUABLE}]
 }
 Messages = Annotated[list[dict[str, Any]], explicit_schema({"type": "array", "items": _MESSAGE_SCHEMA, "minItems": 1})]
-_Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
-EFFORTS: tuple[str, ...] = get_args(_Effort)
 KNOWN_EFFORTS = {"xhigh": "high", "max": "high"}
 """What agents' routes say to templates, which know no more than three efforts, for those that they don't know."""
-ReasoningEffort = Annotated[_Effort, msgspec.Meta(extra_json_schema=bound_at_load("reasoning_effort"))]
+ReasoningEffort = Annotated[Effort, msgspec.Meta(extra_json_schema=bound_at_load("reasoning_effort"))]
 # A number of tokens, or -1 for no bound.
 ThinkingTokens = Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)]
 TemplateArguments = Annotated[dict[str, Any], msgspec.Meta(extra_json_schema=bound_at_load("template_arguments"))]

@@ -126,16 +126,22 @@ async def respond(
     ids: tuple[str, ...],
     parts: Mapping[str, tuple[int, ...]] | None = None,
     plan: AnswerPlan | None = None,
+    intervals: Sequence[int] | None = None,
 ) -> None:
     """Run `requests` and send one response, with a choice for each.
 
     With a `plan`, answers are taken apart by it. `/abort_request` finds the response by `ids` and the id of the HTTP
-    request, and some of its choices by the ids in `parts`.
+    request, and some of its choices by the ids in `parts`. In a stream, a chunk of a choice has at least as many tokens
+    as its one of `intervals` says, but for the first and the last; the default is the server's setting.
     """
     if plan is not None and plan.reads_special_tokens:
         requests = [_with_special_tokens(request) for request in requests]
     choices = [ResponseChoice(index, request.prompt_ids, plan) for index, request in enumerate(requests)]
-    generation = Generation(state, loaded, requests, exchange.arrival)
+    if not stream:
+        intervals = [1] * len(requests)
+    elif intervals is None:
+        intervals = [state.config.stream_interval] * len(requests)
+    generation = Generation(state, loaded, requests, exchange.arrival, intervals)
     with state.abortable((*ids, exchange.request_id), generation, parts):
         if stream:
             out = open_stream(exchange.send, shape.error_event, state.config.sse_keep_alive_interval)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -31,12 +31,20 @@ class TokenLogprobInfo(msgspec.Struct):
     top_logprobs: list[TopLogprob]
 
 
-def token_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprobs]) -> list[TokenLogprobInfo]:
+def token_names(tokenizer: Tokenizer, *, as_ids: bool) -> Callable[[int], str]:
+    """Return what a token is called: its text, or `token_id:ID`, as several tokens can have one text."""
+    return "token_id:{}".format if as_ids else tokenizer.token_text
+
+
+def token_logprobs(
+    tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], *, as_ids: bool = False
+) -> list[TokenLogprobInfo]:
     """Return an entry for each token. As in vLLM, the chosen token is the first of the alternatives, before the
     likeliest ones, and counts as one of them."""
+    name = token_names(tokenizer, as_ids=as_ids)
 
     def named(token: int, logprob: float) -> tuple[str, float, list[int]]:
-        return tokenizer.token_text(token), max(logprob, LOGPROB_FLOOR), list(tokenizer.token_bytes(token))
+        return name(token), max(logprob, LOGPROB_FLOOR), list(tokenizer.token_bytes(token))
 
     return [
         TokenLogprobInfo(

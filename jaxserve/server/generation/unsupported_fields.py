@@ -18,7 +18,6 @@ from jaxserve.server.http.fields import (
     NullOrEmptyList,
     NullOrEmptyObject,
     NullOrFalse,
-    NullOrOne,
     NullOrTrue,
     NullOrZero,
     accepts_only,
@@ -79,9 +78,7 @@ class UnsupportedOpenAIFields(UnsupportedFields, kw_only=True, forbid_unknown_fi
     ec_transfer_params: NullOrEmptyObject = None
     vllm_xargs: NullOrEmptyObject = None
     repetition_detection: Null = None
-    stream_interval: NullOrOne = None
     watermarking: NullOrFalse = None
-    return_tokens_as_token_ids: Annotated[Any, accepts_only(False, advice="return_token_ids gives the ids")] = None
     return_token_offsets: NullOrFalse = None
     return_mm_kwargs: NullOrTrue = None
     routed_experts_prompt_start: NullOrZero = None
@@ -136,4 +133,3 @@ class UnsupportedSamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fie
     custom_params: NullOrEmptyObject = None
     spaces_between_special_tokens: NullOrTrue = None
     beam_width: Annotated[Any, accepts_only(1, advice=_BEAMS)] = None
-    stream_interval: NullOrOne = None

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from jaxserve import api_types
 from jaxserve.api_types import MAX_LOGIT_BIAS, MAX_STOP_IDS
 from jaxserve.errors import InvalidRequestError
 from jaxserve.text.requests import MAX_PRIORITY
@@ -26,6 +27,7 @@ EXPLICIT_SCHEMA, LOAD_BOUND = "x-explicit-schema", "x-bound-at-load"
 type LoadBound = Literal[
     "documents",
     "model",
+    "num_logprobs",
     "pooled_ids",
     "priority",
     "prompt_ids",
@@ -93,6 +95,8 @@ Text = Annotated[str, Meta(min_length=1)]
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 ModelName = Annotated[str, Meta(extra_json_schema=bound_at_load("model"))]
 VocabularyId = Annotated[int, Meta(extra_json_schema={"minimum": 0, "maximum": 2**31 - 1, **bound_at_load("token_id")})]
+NumLogprobs = Annotated[api_types.NumLogprobs, Meta(extra_json_schema=bound_at_load("num_logprobs"))]
+StreamInterval = Annotated[int, Meta(ge=1)]
 TokenLimit = Annotated[int, Meta(ge=0, extra_json_schema=bound_at_load("token_count"))]
 Priority = Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY, extra_json_schema=bound_at_load("priority"))]
 StopStrings = Text | Annotated[list[Text], Meta(max_length=MAX_STOP_STRINGS)]

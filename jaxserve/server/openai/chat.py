@@ -38,6 +38,7 @@ from jaxserve.server.openai.responses import (
 from jaxserve.server.server_state import LoadedModel, ServerState
 from jaxserve.text.answers.reader import Kind
 from jaxserve.text.output import OutputDelta
+from jaxserve.text.requests import check_num_logprobs
 
 
 async def chat_completions(state: ServerState, exchange: HttpExchange, request: ChatRequest) -> None:
@@ -46,8 +47,17 @@ async def chat_completions(state: ServerState, exchange: HttpExchange, request: 
     requests, plan = await prepare(state, loaded, exchange, request)
     response_id = request.response_id("chatcmpl", exchange.request_id)
     shape = _ChatShape(state, loaded, request, plan, response_id, len(requests))
-    names = (response_id, *request.client_ids)
-    await respond(state, loaded, exchange, requests, shape, stream=bool(request.stream), ids=names, plan=plan)
+    await respond(
+        state,
+        loaded,
+        exchange,
+        requests,
+        shape,
+        stream=bool(request.stream),
+        ids=(response_id, *request.client_ids),
+        plan=plan,
+        intervals=[request.chunk_tokens(state.config)] * len(requests),
+    )
 
 
 async def prepare(
@@ -55,6 +65,7 @@ async def prepare(
 ) -> tuple[list[EngineRequest], AnswerPlan]:
     """Return what the engine is to compute, and how its answers are read. Raises `InvalidRequestError`."""
     request.check_supported()
+    check_num_logprobs(request.top_logprobs, state.config.max_logprobs, param="top_logprobs")
     requested_limit, logprobs = request.max_output_tokens(), request.num_logprobs()
     tools = chat_tool_use(request.tools, request.tool_choice, several=request.parallel_tool_calls is not False)
     reasoning = request.reasoning_options()
@@ -101,10 +112,12 @@ class _ChatShape(OpenAIShape):
         super().__init__(state, loaded, request, id, num_choices, logprobs=bool(request.logprobs))
         self._request = request
         self._plan = plan
+        # As in vLLM, an answer that continues the last message has its role
+        self._role = state.config.response_role if request.begins_answer else str(request.messages[-1]["role"])
 
     def opening(self, choice: ResponseChoice) -> bytes:
         """Return the chunk with the role."""
-        shaped = ChatChunkChoice(index=choice.index, delta=ChatDelta(role="assistant", content=""))
+        shaped = ChatChunkChoice(index=choice.index, delta=ChatDelta(role=self._role, content=""))
         return self.choice_chunk(choice, shaped, with_prompt=bool(self._request.return_token_ids))
 
     def event(self, choice: ResponseChoice, delta: OutputDelta, parts: Sequence[AnswerPart]) -> bytes:
@@ -130,7 +143,7 @@ class _ChatShape(OpenAIShape):
     def _choice(self, choice: ResponseChoice, end: OutputDelta, parts: Sequence[AnswerPart]) -> ChatChoice:
         calls = [part for part in parts if part.kind == "call"]
         content, reasoning = _text(parts, "content"), _text(parts, "reasoning")
-        message = ChatMessage("assistant", content or (None if calls or reasoning else ""))
+        message = ChatMessage(self._role, content or (None if calls or reasoning else ""))
         if self._plan.reasons and self._plan.shows_reasoning:
             message.reasoning_content = reasoning
         if calls:
@@ -139,7 +152,7 @@ class _ChatShape(OpenAIShape):
         return ChatChoice(
             index=choice.index,
             message=message,
-            logprobs=ChatLogprobs(token_logprobs(self.tokenizer, end.logprobs)) if self._request.logprobs else None,
+            logprobs=self._logprobs(end) if self._request.logprobs else None,
             finish_reason=_finish_reason(choice, end),
             stop_reason=end.stop_reason,
             matched_stop=end.matched_stop,
@@ -151,13 +164,16 @@ class _ChatShape(OpenAIShape):
         shaped = ChatChunkChoice(
             index=choice.index,
             delta=_chat_delta(parts) if parts or delta.finish_reason is not None else ChatDelta(content=""),
-            logprobs=ChatLogprobs(token_logprobs(self.tokenizer, delta.logprobs)) if delta.logprobs else None,
+            logprobs=self._logprobs(delta) if delta.logprobs else None,
             token_ids=delta.token_ids if self._request.return_token_ids else msgspec.UNSET,
         )
         if delta.finish_reason is not None:
             shaped.finish_reason = _finish_reason(choice, delta)
             shaped.stop_reason, shaped.matched_stop = delta.stop_reason, delta.matched_stop
         return shaped
+
+    def _logprobs(self, delta: OutputDelta) -> ChatLogprobs:
+        return ChatLogprobs(token_logprobs(self.tokenizer, delta.logprobs, as_ids=self.names_ids))
 
 
 def _call(part: AnswerPart, given: str) -> ToolCall | CustomToolCall:

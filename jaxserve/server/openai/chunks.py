@@ -23,7 +23,7 @@ class OpenAIShape(ResponseShape):
     """The shape of the response to `request`. In a chunk with text only, `before` and `after` are the JSON around it.
 
     A stream whose client asks for log probabilities or token ids is not `plain`: its chunks have more than text. With
-    `continuous_usage_stats`, every chunk has the token counts of its choice so far.
+    `names_ids`, tokens of log probabilities are written as ids.
     """
 
     kind: ClassVar[str]
@@ -41,14 +41,14 @@ class OpenAIShape(ResponseShape):
         logprobs: bool,
     ) -> None:
         self.tokenizer = loaded.tokenizer
+        self.names_ids = request.names_ids(state.config)
         self.plain = not logprobs and not request.return_token_ids
         self.head: dict[str, Any] = {"id": id, "created": int(time.time()), "model": state.model_name}
         head = {"id": id, "object": self.kind, **self.head, "system_fingerprint": None}
         opening = b"data: " + _encode(head)[:-1]
-        self._include_usage = request.include_usage
-        self._continuous_usage = request.continuous_usage
+        self._include_usage, self._continuous_usage = request.includes_usage(state.config)
         self._opening = opening + b',"choices":['
-        self._closing = b'],"usage":null}\n\n' if request.include_usage else b"]}\n\n"
+        self._closing = b'],"usage":null}\n\n' if self._include_usage else b"]}\n\n"
         self._before = [self._opening + f'{{"index":{index},{self.before}'.encode() for index in range(num_choices)]
         self._after = self.after.encode() + b"}"
         self._usage = opening + b',"choices":[],"usage":'

@@ -13,6 +13,7 @@ from jaxserve.server.generation.engine_requests import compile_grammar, engine_r
 from jaxserve.server.generation.prompts import max_output_tokens, read_prompts, run_off_event_loop
 from jaxserve.server.generation.responder import ResponseChoice, TotalUsage, respond
 from jaxserve.server.generation.structured_fields import structured_outputs
+from jaxserve.server.generation.token_logprobs import token_names
 from jaxserve.server.http.exchange import HttpExchange
 from jaxserve.server.model_tasks import require_generating
 from jaxserve.server.openai.chunks import OpenAIShape
@@ -21,6 +22,7 @@ from jaxserve.server.openai.protocol import CompletionRequest
 from jaxserve.server.openai.responses import CompletionChoice, CompletionLogprobs, CompletionResponse, usage_info
 from jaxserve.server.server_state import LoadedModel, ServerState
 from jaxserve.text.output import OutputDelta
+from jaxserve.text.requests import check_num_logprobs
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -31,8 +33,8 @@ async def completions(state: ServerState, exchange: HttpExchange, request: Compl
     requests, echoed = await prepare(state, loaded, exchange, request)
     response_id = request.response_id("cmpl", exchange.request_id)
     shape = _CompletionShape(state, loaded, request, response_id, len(requests), echoed)
-    ids = (response_id, *request.client_ids)
-    await respond(state, loaded, exchange, requests, shape, stream=bool(request.stream), ids=ids)
+    ids, intervals = (response_id, *request.client_ids), [request.chunk_tokens(state.config)] * len(requests)
+    await respond(state, loaded, exchange, requests, shape, stream=bool(request.stream), ids=ids, intervals=intervals)
 
 
 async def prepare(
@@ -43,6 +45,7 @@ async def prepare(
     Raises `InvalidRequestError`.
     """
     request.check_supported()
+    check_num_logprobs(request.logprobs, state.config.max_logprobs, param="logprobs")
     texts, prompts = await read_prompts(
         state,
         loaded,
@@ -134,6 +137,7 @@ class _CompletionShape(OpenAIShape):
     ) -> None:
         super().__init__(state, loaded, request, id, num_choices, logprobs=request.logprobs is not None)
         self._request = request
+        self._name = token_names(self.tokenizer, as_ids=self.names_ids)
         per_prompt = num_choices // len(echoed)
         self._waiting = [_EchoedChoice(*echoed[index // per_prompt]) for index in range(num_choices)]
 
@@ -176,9 +180,9 @@ class _CompletionShape(OpenAIShape):
             num_ready = sum(offset <= waiting.num_chars for _, offset in waiting.held)
         ready, waiting.held = waiting.held[:num_ready], waiting.held[num_ready:]
         offsets = [len(waiting.echoed) + min(offset, waiting.num_chars) for _, offset in ready]
-        output = completion_logprobs(self.tokenizer, [entry for entry, _ in ready], offsets)
+        output = completion_logprobs(self._name, [entry for entry, _ in ready], offsets)
         if choice.started or not self._request.echo or not delta.prompt_logprobs:
             return output if ready else None
-        shaped = prompt_logprobs(self.tokenizer, choice.prompt_ids, delta.prompt_logprobs, waiting.prompt_offsets)
+        shaped = prompt_logprobs(self._name, choice.prompt_ids, delta.prompt_logprobs, waiting.prompt_offsets)
         extend(shaped, output)
         return shaped

@@ -1,8 +1,11 @@
-"""Converts the engine's log probabilities to the shape of completions. Computes none: it adds and arranges texts."""
+"""Converts the engine's log probabilities to the shape of completions. Computes none: it adds and arranges texts.
+
+`name` gives the name of a token: its text or its id.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from jaxserve.api_types import TokenLogprobs
@@ -15,11 +18,11 @@ if TYPE_CHECKING:
 
 
 def prompt_logprobs(
-    tokenizer: Tokenizer, ids: Sequence[int], entries: Sequence[TokenLogprobs | None], offsets: Sequence[int]
+    name: Callable[[int], str], ids: Sequence[int], entries: Sequence[TokenLogprobs | None], offsets: Sequence[int]
 ) -> CompletionLogprobs:
     """Return the legacy shape for an echoed prompt whose tokens begin at `offsets`."""
-    shaped = completion_logprobs(tokenizer, entries, offsets)
-    shaped.tokens = [tokenizer.token_text(token) for token in ids]
+    shaped = completion_logprobs(name, entries, offsets)
+    shaped.tokens = [name(token) for token in ids]
     return shaped
 
 
@@ -34,13 +37,13 @@ def prompt_offsets(tokenizer: Tokenizer, ids: Sequence[int], *, skip_special_tok
 
 
 def completion_logprobs(
-    tokenizer: Tokenizer, entries: Sequence[TokenLogprobs | None], offsets: Sequence[int]
+    name: Callable[[int], str], entries: Sequence[TokenLogprobs | None], offsets: Sequence[int]
 ) -> CompletionLogprobs:
     """Return the legacy shape for tokens that begin at `offsets` in the choice's text."""
     return CompletionLogprobs(
-        ["" if entry is None else tokenizer.token_text(entry.token_id) for entry in entries],
+        ["" if entry is None else name(entry.token_id) for entry in entries],
         [None if entry is None else max(entry.logprob, LOGPROB_FLOOR) for entry in entries],
-        [None if entry is None else _top(tokenizer, entry) for entry in entries],
+        [None if entry is None else _top(name, entry) for entry in entries],
         list(offsets),
     )
 
@@ -53,9 +56,9 @@ def extend(all_of: CompletionLogprobs, more: CompletionLogprobs) -> None:
     all_of.text_offset += more.text_offset
 
 
-def _top(tokenizer: Tokenizer, entry: TokenLogprobs) -> dict[str, float]:
+def _top(name: Callable[[int], str], entry: TokenLogprobs) -> dict[str, float]:
     # Several ids can have the same text; the sampled token's entry wins, then the likeliest one's.
-    top = {tokenizer.token_text(entry.token_id): max(entry.logprob, LOGPROB_FLOOR)}
+    top = {name(entry.token_id): max(entry.logprob, LOGPROB_FLOOR)}
     for token, logprob in zip(entry.top_ids, entry.top_logprobs):
-        top.setdefault(tokenizer.token_text(token), max(logprob, LOGPROB_FLOOR))
+        top.setdefault(name(token), max(logprob, LOGPROB_FLOOR))
     return top

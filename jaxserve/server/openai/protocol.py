@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 
 from jaxserve import api_types
+from jaxserve.config.server_schema import ServerConfig
 from jaxserve.errors import InvalidRequestError
 from jaxserve.server.generation.chat_tools import ToolChoice, Tools
 from jaxserve.server.generation.message_fields import (
@@ -35,10 +36,12 @@ from jaxserve.server.http.fields import (
     NullOrEmptyObject,
     NullOrFalse,
     NullOrTrue,
+    NumLogprobs,
     Priority,
     StopIds,
     StopPatterns,
     StopStrings,
+    StreamInterval,
     Text,
     TokenLimit,
     accepts_only,
@@ -74,6 +77,8 @@ class OpenAIFields(_FirstFields, kw_only=True, forbid_unknown_fields=True):
     Among waiting requests, a higher `priority` is served first; it may preempt a running request with a lower one.
     Only requests with the same `cache_salt` share cached prefixes. Where vLLM and SGLang name a field differently, both
     names work: `include_stop_str_in_output` and `no_stop_trim`; `request_id` and `rid`, which `/abort_request` takes.
+    A chunk of a stream has at least `stream_interval` tokens, but for the first and last, if the server's setting isn't
+    more. With `return_tokens_as_token_ids`, tokens of log probabilities are written as `token_id:ID`.
     """
 
     conditions: ClassVar[tuple[dict[str, Any], ...]] = (requires("stream_options", [None], "stream"),)
@@ -90,7 +95,9 @@ class OpenAIFields(_FirstFields, kw_only=True, forbid_unknown_fields=True):
     no_stop_trim: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    stream_interval: StreamInterval | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     priority: Priority | None = None
     cache_salt: Text | None = None
     request_id: Name | None = None
@@ -115,16 +122,23 @@ class OpenAIFields(_FirstFields, kw_only=True, forbid_unknown_fields=True):
         """Return the id of the response: from the body if it has one, else from `http_id`, the X-Request-Id."""
         return self.rid or f"{kind}-{self.request_id or http_id}"
 
-    @property
-    def include_usage(self) -> bool:
-        """Whether a stream ends with a usage chunk."""
+    def includes_usage(self, config: ServerConfig) -> tuple[bool, bool]:
+        """Return whether a stream ends with a usage chunk, and whether every chunk has the token counts so far."""
+        if config.enable_force_include_usage:
+            return True, True
         options, usage = self.stream_options, self.usage
-        return bool((options and options.include_usage) or (usage and usage.include))
+        asks = bool((options and options.include_usage) or (usage and usage.include))
+        includes = asks or config.stream_response_default_include_usage
+        return includes, includes and bool(options and options.continuous_usage_stats)
 
-    @property
-    def continuous_usage(self) -> bool:
-        """Whether every chunk of the stream has the token counts so far."""
-        return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+    def chunk_tokens(self, config: ServerConfig) -> int:
+        """Return the number of tokens that a chunk of the stream has at least."""
+        return max(self.stream_interval or 1, config.stream_interval)
+
+    def names_ids(self, config: ServerConfig) -> bool:
+        """Return whether tokens of log probabilities are written as `token_id:ID`."""
+        given = self.return_tokens_as_token_ids
+        return config.return_tokens_as_token_ids if given is None else given
 
     def sampling(
         self,
@@ -153,7 +167,7 @@ class CompletionRequest(OpenAIFields, kw_only=True, forbid_unknown_fields=True):
 
     prompt: Annotated[str | list[str | int | list[int]], prompt_schema(PROMPT_TEXT, PROMPT_IDS)]
     echo: bool | None = None
-    logprobs: api_types.NumLogprobs | None = None
+    logprobs: NumLogprobs | None = None
     add_special_tokens: bool | None = None
 
     suffix: Annotated[Any, accepts_only("", advice="write the model's own tokens for infilling into the prompt")] = None
@@ -199,7 +213,7 @@ class ChatRequest(OpenAIFields, kw_only=True, forbid_unknown_fields=True):
     messages: Messages
     max_completion_tokens: TokenLimit | None = None
     logprobs: bool | None = None
-    top_logprobs: api_types.NumLogprobs | None = None
+    top_logprobs: NumLogprobs | None = None
     chat_template_kwargs: TemplateArguments | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -244,6 +258,11 @@ class ChatRequest(OpenAIFields, kw_only=True, forbid_unknown_fields=True):
         return min(
             (limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None), default=None
         )
+
+    @property
+    def begins_answer(self) -> bool:
+        """Whether the template begins an answer after the last message, which else is continued."""
+        return not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
 
     def reasoning_options(self) -> ReasoningOptions:
         """Return the options of reasoning, from `reasoning` and from the fields that say the same.

@@ -117,12 +117,12 @@ class CustomToolCall(msgspec.Struct, tag="custom"):
 
 
 class ChatMessage(msgspec.Struct):
-    """The assistant's message: its content is null if there are only calls or reasoning.
+    """The answer: its content is null if there are only calls or reasoning.
 
     `reasoning_content` is there with models that reason, null if they did not.
     """
 
-    role: Literal["assistant"]
+    role: str
     content: str | None
     refusal: None = None
     reasoning_content: str | msgspec.UnsetType | None = msgspec.UNSET

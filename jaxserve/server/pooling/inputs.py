@@ -134,7 +134,7 @@ async def read_pairs(
     written: list[WrittenPair] = []
     if form == "template":
         instruction = None if instruction is None else marks.escape(instruction)
-        arguments = template.arguments(instruction, marks.escape(arguments))
+        arguments = template.arguments(instruction, {**loaded.template_defaults, **marks.escape(arguments)})
         written = [
             await _render_pair(loaded, marks, template, pair, instruction, arguments, limits) for pair in shortened
         ]

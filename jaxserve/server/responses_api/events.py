@@ -12,11 +12,11 @@ from typing import Any
 
 import msgspec
 
-from jaxserve.api_types import FinishReason
+from jaxserve.api_types import FinishReason, TokenLogprobs
 from jaxserve.server.errors import HttpError, UnavailableError
 from jaxserve.server.generation.answers import AnswerPart
 from jaxserve.server.generation.responder import ResponseChoice, ResponseShape, TotalUsage
-from jaxserve.server.generation.token_logprobs import TokenLogprobInfo, token_logprobs
+from jaxserve.server.generation.token_logprobs import token_logprobs
 from jaxserve.server.responses_api.bodies import (
     IncompleteDetails,
     ItemStatus,
@@ -44,11 +44,13 @@ _encode = msgspec.json.Encoder().encode
 @dataclass(frozen=True)
 class OutputOptions:
     """What a request asks of the items: reasoning as a summary, reasoning in the form for sending it back, log
-    probabilities. `names` has the namespace and the name of tools that are shown under another name."""
+    probabilities, with tokens written as ids if `names_ids`. `names` has the namespace and the name of tools that are
+    shown under another name."""
 
     summarizes: bool
     packs_reasoning: bool
     logprobs: bool
+    names_ids: bool
     names: Mapping[str, tuple[str, str]]
 
 
@@ -82,7 +84,7 @@ class ResponsesShape(ResponseShape):
         self._writes = ("", 0)
         self._text_begins = b""
         self._num_seen = 0
-        self._logprobs: list[TokenLogprobInfo] = []
+        self._logprobs: list[TokenLogprobs] = []
         self._end: FinishReason | None = None
 
     def opening(self, choice: ResponseChoice) -> bytes:
@@ -160,11 +162,12 @@ class ResponsesShape(ResponseShape):
 
     def _add_logprobs(self, choice: ResponseChoice, delta: OutputDelta) -> None:
         """Add the log probabilities of the new tokens after the reasoning to those of the next text."""
-        entries = delta.logprobs or []
-        num_reasoning = 0 if choice.reader is None else choice.reader.num_reasoning_tokens or 0
-        skipped = max(0, num_reasoning - self._num_seen)
+        # The token that ends an output has no text
+        entries = delta.logprobs[:-1] if isinstance(delta.matched_stop, int) else delta.logprobs
+        self._logprobs += entries
         self._num_seen += len(entries)
-        self._logprobs += token_logprobs(self._tokenizer, entries[skipped:])
+        num_reasoning = 0 if choice.reader is None else choice.reader.num_reasoning_tokens or 0
+        del self._logprobs[: max(0, num_reasoning - self._num_seen + len(self._logprobs))]
 
     def _begin_item(self, kind: str, part: AnswerPart) -> bytes:
         self._writes = kind, part.call
@@ -189,9 +192,11 @@ class ResponsesShape(ResponseShape):
         assert writer is not None
         writer.pieces.append(text)
         if isinstance(writer, MessageWriter):
-            writer.logprobs += self._logprobs
-            writer.new_logprobs += self._logprobs
-        self._logprobs.clear()
+            named = token_logprobs(self._tokenizer, self._logprobs, as_ids=self._options.names_ids)
+            writer.logprobs += named
+            writer.new_logprobs += named
+        if self._writes[0] != "reasoning":  # one output may have its end and the text
+            self._logprobs.clear()
         return self._item_events([writer.delta(text)])
 
     def _end_item(self, status: ItemStatus) -> bytes:

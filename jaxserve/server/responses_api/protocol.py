@@ -16,6 +16,7 @@ from jaxserve.server.generation.tools import MAX_TOOLS
 from jaxserve.server.http.fields import (
     ModelName,
     Name,
+    NumLogprobs,
     Priority,
     StopStrings,
     Text,
@@ -131,7 +132,7 @@ class ResponsesRequest(ResponsesInput, kw_only=True, forbid_unknown_fields=True)
 
     max_output_tokens: Annotated[int, Meta(ge=0)] | None = None
     include: list[Includable] | None = None
-    top_logprobs: api_types.NumLogprobs | None = None
+    top_logprobs: NumLogprobs | None = None
     store: bool | None = None
     stream: bool | None = None
     stream_options: ResponsesStreamOptions | None = None

@@ -43,6 +43,7 @@ from jaxserve.server.responses_api.protocol import (
 from jaxserve.server.responses_api.stored import stored_items, stored_response
 from jaxserve.server.responses_api.tools import ResponsesTools
 from jaxserve.server.server_state import LoadedModel, ServerState
+from jaxserve.text.requests import check_num_logprobs
 
 # A client's X-Request-Id becomes part of a path.
 _PLAIN_ID = re.compile(r"[\w.\-]{1,200}", re.ASCII)
@@ -61,6 +62,7 @@ class _ReadRequest:
 async def create_response(state: ServerState, exchange: HttpExchange, request: ResponsesRequest) -> None:
     """Answer one request."""
     loaded = require_generating(state)
+    check_num_logprobs(request.top_logprobs, state.config.max_logprobs, param="top_logprobs")
     asked = await _read(state, loaded, request)
     answer = await _prepare(state, loaded, request, asked.conversation)
     wanted = request.max_output_tokens
@@ -86,6 +88,7 @@ async def create_response(state: ServerState, exchange: HttpExchange, request: R
         summarizes=(reasoning.summary or reasoning.generate_summary) is not None,
         packs_reasoning=ENCRYPTED_REASONING in include,
         logprobs=logprobs is not None,
+        names_ids=state.config.return_tokens_as_token_ids,
         names=asked.tools.names,
     )
 

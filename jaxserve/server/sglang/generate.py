@@ -1,4 +1,5 @@
-"""`/generate`: SGLang's own route, whole or streamed; each event of a stream has the whole text so far.
+"""`/generate`: SGLang's own route, whole or streamed; each event of a stream has the whole text so far, or only what is
+new with the setting `incremental_streaming_output`.
 
 Owns the shape of its outputs. The response to a list of prompts, or to `n` above 1, is a list.
 """
@@ -6,7 +7,7 @@ Owns the shape of its outputs. The response to a list of prompts, or to `n` abov
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -23,6 +24,7 @@ from jaxserve.server.model_tasks import require_generating
 from jaxserve.server.server_state import LoadedModel, ServerState
 from jaxserve.server.sglang.generate_protocol import GenerateOutput, GenerateRequest, GenerateSampling, MetaInfo
 from jaxserve.text.output import OutputDelta
+from jaxserve.text.requests import check_num_logprobs
 from jaxserve.text.tokenizers.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 128
@@ -32,6 +34,7 @@ async def generate(state: ServerState, exchange: HttpExchange, request: Generate
     """Answer one request."""
     loaded = require_generating(state)
     request.check_supported()
+    check_num_logprobs(request.top_logprobs_num, state.config.max_logprobs, param="top_logprobs_num")
     prompts, param, is_list = await _prompts(state, loaded, request)
     if isinstance(request.sampling_params, list) and len(request.sampling_params) != len(prompts):
         raise InvalidRequestError(
@@ -65,9 +68,26 @@ async def generate(state: ServerState, exchange: HttpExchange, request: Generate
     ids = [name for rid in rids for name in numbered(rid, n)] or numbered(response_id, len(requests))
     parts: dict[str, tuple[int, ...]] = {name: (index,) for index, name in enumerate(ids)}
     parts |= {rid: tuple(range(number * n, number * n + n)) for number, rid in enumerate(rids)}
-    shape = _GenerateShape(loaded.tokenizer, request, ids, is_list or len(ids) > 1, exchange.arrival)
+    shape = _GenerateShape(
+        loaded.tokenizer,
+        request,
+        ids,
+        is_list or len(ids) > 1,
+        exchange.arrival,
+        shows_all=not state.config.incremental_streaming_output,
+    )
     await respond(
-        state, loaded, exchange, requests, shape, stream=bool(request.stream), ids=(response_id,), parts=parts
+        state,
+        loaded,
+        exchange,
+        requests,
+        shape,
+        stream=bool(request.stream),
+        ids=(response_id,),
+        parts=parts,
+        intervals=[
+            params.stream_interval or state.config.stream_interval for _, params in sampling_params for _ in range(n)
+        ],
     )
 
 
@@ -103,34 +123,37 @@ def _sampling(
 
 @dataclass
 class _GenerateShape(ResponseShape):
-    """The shape of a response. `ids` are the ids of the outputs."""
+    """The shape of a response. `ids` are the ids of the outputs. As in SGLang, each event has the log probabilities of
+    the prompt, also if it has only the new output."""
 
     tokenizer: Tokenizer
     request: GenerateRequest
     ids: list[str]
     is_list: bool
     arrival: float
-    shows_all = True
+    shows_all: bool
+    _prompts: dict[int, list[TokenLogprobs | None]] = field(default_factory=dict)
 
     def event(self, choice: ResponseChoice, delta: OutputDelta, parts: Sequence[AnswerPart]) -> bytes:
-        """Return an event with all of the output so far, or nothing."""
+        """Return an event with all of the output so far, or with what is new of it, or nothing."""
+        if delta.prompt_logprobs is not None:
+            self._prompts[choice.index] = delta.prompt_logprobs
         if not (delta.text or delta.token_ids or delta.finish_reason is not None):
             return b""
-        shaped = self._output(choice)
+        shaped = self._output(choice, choice.output if self.shows_all else delta)
         if len(self.ids) > 1:
             shaped.index = choice.index
         return b"data: " + msgspec.json.encode(shaped) + b"\n\n"
 
     def body(self, choices: Sequence[ResponseChoice], usage: TotalUsage) -> list[GenerateOutput] | GenerateOutput:
         """Return the whole response."""
-        shaped = [self._output(choice) for choice in choices]
+        shaped = [self._output(choice, choice.output) for choice in choices]
         return shaped if self.is_list else shaped[0]
 
-    def _output(self, choice: ResponseChoice) -> GenerateOutput:
-        output = choice.output
+    def _output(self, choice: ResponseChoice, output: OutputDelta) -> GenerateOutput:
         meta = MetaInfo(
             id=self.ids[choice.index],
-            finish_reason=_finish_reason(output),
+            finish_reason=_finish_reason(choice, output),
             prompt_tokens=len(choice.prompt_ids),
             completion_tokens=choice.num_tokens,
         )
@@ -138,13 +161,13 @@ class _GenerateShape(ResponseShape):
             meta.cached_tokens = output.usage.cached_tokens
             meta.e2e_latency = choice.ended_at - self.arrival
         if self.request.return_logprob:
-            self._add_logprobs(meta, choice.prompt_ids, output)
+            self._add_logprobs(meta, choice, output)
         return GenerateOutput(output.text, output.token_ids, meta)
 
-    def _add_logprobs(self, meta: MetaInfo, prompt_ids: list[int], output: OutputDelta) -> None:
+    def _add_logprobs(self, meta: MetaInfo, choice: ResponseChoice, output: OutputDelta) -> None:
         start = self.request.first_logprob
-        entries = [] if start is None else (output.prompt_logprobs or [])[start:]
-        ids = prompt_ids[len(prompt_ids) - len(entries) :]
+        entries = [] if start is None else (output.prompt_logprobs or self._prompts.get(choice.index, []))[start:]
+        ids = choice.prompt_ids[len(choice.prompt_ids) - len(entries) :]
         meta.input_token_logprobs = [
             self._named(token, None if entry is None else entry.logprob) for token, entry in zip(ids, entries)
         ]
@@ -161,13 +184,13 @@ class _GenerateShape(ResponseShape):
         return None if logprob is None else max(logprob, LOGPROB_FLOOR), token, text
 
 
-def _finish_reason(output: OutputDelta) -> dict[str, Any] | None:
+def _finish_reason(choice: ResponseChoice, output: OutputDelta) -> dict[str, Any] | None:
     match output.finish_reason:
         case None:
             return None
         case FinishReason.STOP:
             return {"type": "stop", "matched": output.matched_stop}
         case FinishReason.LENGTH:
-            return {"type": "length", "length": len(output.token_ids)}
+            return {"type": "length", "length": choice.num_tokens}
         case other:
             return {"type": other.value, "message": "The request was ended before it was done"}

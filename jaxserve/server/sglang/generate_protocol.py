@@ -19,10 +19,12 @@ from jaxserve.server.http.fields import (
     LogitBias,
     ModelName,
     Name,
+    NumLogprobs,
     Priority,
     StopIds,
     StopPatterns,
     StopStrings,
+    StreamInterval,
     Text,
     TokenLimit,
     one_of,
@@ -49,7 +51,10 @@ class _FirstSamplingFields(StructuredSamplingFields, kw_only=True, forbid_unknow
 
 
 class GenerateSampling(_FirstSamplingFields, kw_only=True, forbid_unknown_fields=True):
-    """The object `sampling_params`. Null always means the default."""
+    """The object `sampling_params`. Null always means the default.
+
+    A chunk of a stream has at least `stream_interval` tokens, but for the first and last.
+    """
 
     logit_bias: LogitBias | None = None
     stop: StopStrings | None = None
@@ -59,6 +64,7 @@ class GenerateSampling(_FirstSamplingFields, kw_only=True, forbid_unknown_fields
     skip_special_tokens: bool | None = None
     no_stop_trim: bool | None = None
     sampling_seed: api_types.Seed | None = None
+    stream_interval: StreamInterval | None = None
 
     def sampling(
         self,
@@ -112,7 +118,7 @@ class GenerateRequest(UnsupportedGenerateFields, kw_only=True, forbid_unknown_fi
     stream: bool | None = None
     return_logprob: bool | None = None
     logprob_start_len: Annotated[int, msgspec.Meta(ge=-1)] | None = None
-    top_logprobs_num: api_types.NumLogprobs | None = None
+    top_logprobs_num: NumLogprobs | None = None
     return_text_in_logprobs: bool | None = None
     rid: Name | Annotated[list[Name], msgspec.Meta(min_length=1, max_length=MAX_SEQUENCES)] | None = None
     priority: Priority | None = None

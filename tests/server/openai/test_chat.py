@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from jaxserve.api_types import TokenLogprobs
+from jaxserve.config.server_schema import ServerConfig
+from jaxserve.errors import ConfigError
 from jaxserve.server.generation.token_logprobs import token_logprobs
 from tests.server.conftest import ServerUnderTest, over_asgi
 from tests.server.openai.test_completions import events
@@ -121,6 +123,46 @@ async def test_a_stream_begins_with_the_role_and_ends_with_one_finish_reason_per
         # vLLM's clients expect text with the reason; `test_streamed_equals_unstreamed` checks that no text is lost.
         assert mine[-1]["delta"]["content"]
         assert [choice["finish_reason"] for choice in mine] == [None] * (len(mine) - 1) + ["length"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "role"),
+    [
+        ({}, "pirate"),
+        ({"add_generation_prompt": True}, "pirate"),
+        ({"add_generation_prompt": False}, "user"),
+        ({"messages": [*HELLO, {"role": "assistant", "content": "yes"}], "continue_final_message": True}, "assistant"),
+    ],
+)
+async def test_an_answer_has_the_servers_role_unless_it_continues_a_message(fields: dict[str, Any], role: str):
+    async with over_asgi(response_role="pirate") as server:
+        whole = await chat(server, max_tokens=2, **fields)
+        first, *others = await stream(server, max_tokens=2, **fields)
+    assert whole["choices"][0]["message"]["role"] == first["choices"][0]["delta"]["role"] == role
+    assert all("role" not in chunk["choices"][0]["delta"] for chunk in others)
+
+
+def test_an_empty_role_is_refused():
+    with pytest.raises(ConfigError, match="response_role is empty"):
+        ServerConfig(response_role="")
+
+
+@pytest.mark.parametrize("field", [None, False, True])
+@pytest.mark.parametrize("setting", [False, True])
+async def test_tokens_of_log_probabilities_may_be_written_as_ids(setting: bool, field: bool | None):
+    fields = {"max_tokens": 3, "logprobs": True, "top_logprobs": 2, "return_tokens_as_token_ids": field}
+    async with over_asgi(return_tokens_as_token_ids=setting) as server:
+        whole = (await chat(server, **fields))["choices"][0]
+        chunks = [chunk["choices"][0] for chunk in await stream(server, **fields)]
+    entries = whole["logprobs"]["content"]
+    assert [entry for chunk in chunks if chunk["logprobs"] for entry in chunk["logprobs"]["content"]] == entries
+    texts, by_id = whole["message"]["content"], setting if field is None else field
+    assert [entry["token"] for entry in entries] == [f"token_id:{ord(text)}" if by_id else text for text in texts]
+    for entry in entries:
+        assert bytes(entry["bytes"]).decode() in texts
+        names = [one["token"] for one in entry["top_logprobs"]]
+        assert len(names) == 2
+        assert all(name.startswith("token_id:") == by_id for name in names)
 
 
 @pytest.mark.parametrize("body", [{}, {"stop": "mno"}, {"logprobs": True}, {"return_token_ids": True}], ids=str)

@@ -232,6 +232,22 @@ async def test_echo_with_logprobs_covers_the_prompt(server: ServerUnderTest):
     assert logprobs["token_logprobs"][1] == pytest.approx(logprobs_of(ord("b"), 1).logprob)
 
 
+async def test_tokens_of_log_probabilities_may_be_written_as_ids():
+    """As vLLM's; a comparison of servers asks for it, since several tokens may have one text."""
+    body = {"prompt": "abc", "max_tokens": 1, "echo": True, "logprobs": 2}
+    async with over_asgi(return_tokens_as_token_ids=True) as server:
+        by_id = await complete(server, **body)
+        [*_, last] = await stream(server, **body)
+        by_text = await complete(server, **body, return_tokens_as_token_ids=False)
+    names, texts = (answer["choices"][0]["logprobs"] for answer in (by_id, by_text))
+    assert names["tokens"] == [f"token_id:{ord(text)}" for text in texts["tokens"]]
+    assert names["tokens"][:3] == ["token_id:97", "token_id:98", "token_id:99"]
+    tops = [{f"token_id:{ord(text)}": value for text, value in (top or {}).items()} for top in texts["top_logprobs"]]
+    assert [top or {} for top in names["top_logprobs"]] == tops
+    assert names["text_offset"] == texts["text_offset"]
+    assert last["choices"][0]["logprobs"] == names
+
+
 async def test_echo_without_output_scores_the_prompt(server: ServerUnderTest):
     answer = await complete(server, prompt=["abc", "de"], max_tokens=0, echo=True, logprobs=1)
     assert [choice["text"] for choice in answer["choices"]] == ["abc", "de"]
