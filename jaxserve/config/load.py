@@ -230,7 +230,8 @@ def _are_texts(values: list[Any]) -> bool:
 
 def _with_value(given: GivenSetting) -> str:
     if given.source == "flag":
-        return given.place if isinstance(given.value, bool) else f"{given.place} {given.value}"
+        text = " ".join(map(str, given.value)) if isinstance(given.value, list) else given.value
+        return given.place if isinstance(given.value, bool) else f"{given.place} {text}"
     return f"{given.place}={given.value}"
 
 

@@ -228,7 +228,6 @@ def test_grammars_are_held_by_llguidance(written: str, value: object) -> None:
 @pytest.mark.parametrize(
     ("written", "value", "says"),
     [
-        ("guided_decoding_backend", "outlines", "held by llguidance"),
         ("structured_outputs_config", '{"disable_any_whitespace": true}', "a request asks for it"),
         ("structured_outputs_config", '{"backed": "auto"}', "did you mean backend"),
         ("structured_outputs_config", "auto", "is not valid JSON"),

@@ -34,9 +34,9 @@ def in_plain_form(argv: Sequence[str]) -> list[str]:
             continue
         name, equals, value = item.partition("=")
         name, dot, keys = name.partition(".")
-        flag = as_flag(_mapping_of(as_key(name)) or as_key(name))
-        is_mapping = _mapping_of(as_key(name)) is not None
-        if is_mapping and (equals or rest):
+        mapping = _mapping_of(as_key(name), has_key=bool(dot))
+        flag = as_flag(mapping or as_key(name))
+        if mapping is not None and (equals or rest):
             text = value if equals else rest.pop(0)
             inner: Any = _json_or_text(text) if dot else dict(read_mapping(text, flag, '{"key": "value"}'))
             for key in reversed(keys.split(".") if dot else ()):
@@ -53,15 +53,18 @@ def in_plain_form(argv: Sequence[str]) -> list[str]:
     return found
 
 
-def _mapping_of(key: str) -> str | None:
-    """Return the key of a flag whose value is a mapping, by one of its names, else None."""
+def _mapping_of(key: str, *, has_key: bool) -> str | None:
+    """Return the key of a flag whose value is a mapping, by one of its names, else None.
+
+    With `has_key`, it was written with a key, so that any flag of another engine may be one.
+    """
     setting, flag = settings().get(key), foreign_flags().get(key)
     if setting is not None and _is_mapping(setting):
         return key
     if flag is None:
         return None
     renamed = settings().get(flag.meaning.sets)
-    return flag.key if flag.kind == "mapping" or (renamed is not None and _is_mapping(renamed)) else None
+    return flag.key if flag.kind == "mapping" or has_key or (renamed is not None and _is_mapping(renamed)) else None
 
 
 def _is_mapping(setting: Setting) -> bool:

@@ -25,6 +25,7 @@ Answer = Literal["note", "refused"]
 
 _NAMES: Mapping[Engine, str] = {"vllm": "vLLM", "sglang": "SGLang"}
 _DEFAULT_PORTS: Mapping[Engine, int] = {"vllm": 8000, "sglang": 30000}
+_SHORT_NUMBER = re.compile(r"[\d.]+[KMGT]")
 _OFF = ("", "0", "false", "off", "no")
 _READ = "read "
 _VARIABLE = re.compile(r"\$[\w{(]")
@@ -142,7 +143,7 @@ def _given(launch: Launch, config: list[str], parts: list[ChangedPart]) -> Itera
         elif kind == "switch":
             yield GivenSetting(key, True, "flag", name)
         elif equals:
-            yield GivenSetting(key, [value] if kind == "list" else value, "flag", name)
+            yield GivenSetting(key, [value] if kind == "list" else _decimal(value, launch.engine), "flag", name)
         else:
             count = _num_values(words)
             taken = [words.pop(0) for _ in range(count if kind == "list" else min(count, 1))]
@@ -153,7 +154,8 @@ def _given(launch: Launch, config: list[str], parts: list[ChangedPart]) -> Itera
             elif not taken:
                 parts.append(ChangedPart(name, "it needs a value", "refused"))
             else:
-                yield GivenSetting(key, taken if kind == "list" else taken[0], "flag", name)
+                value = _decimal(taken[0], launch.engine)
+                yield GivenSetting(key, taken if kind == "list" else value, "flag", name)
 
 
 def _completed(key: str, engine: Engine) -> str:
@@ -166,6 +168,11 @@ def _completed(key: str, engine: Engine) -> str:
         if name.startswith(key) and "." not in name and flag.engine in (engine, "both")
     }
     return next(iter(longer.values())) if len(longer) == 1 else key
+
+
+def _decimal(text: str, engine: Engine) -> str:
+    """Return a number of SGLang's with a suffix, all of which are powers of 1000, as vLLM and jaxserve write it."""
+    return text.lower() if engine == "sglang" and _SHORT_NUMBER.fullmatch(text) else text
 
 
 def _num_values(words: Sequence[str]) -> int:
@@ -250,6 +257,16 @@ def _add_defaults(launch: Launch, found: dict[str, SettingValue], parts: list[Ch
     if "port" not in found and "uds" not in found and port != settings()["port"].default:
         _set(found, "port", port)
         parts.append(ChangedPart(f"--port {port}", f"is {name}'s default", "note"))
+    given = {name: value.value for name, value in found.items()}
+    requests, ranks = given.get("max_running_requests"), given.get("dp_size")
+    if (
+        launch.engine == "sglang"
+        and given.get("enable_dp_attention")
+        and isinstance(requests, int)
+        and isinstance(ranks, int)
+    ):
+        _set(found, "max_running_requests", max(requests // ranks, 1))
+        parts.append(ChangedPart(f"--max-running-requests {requests}", f"is divided among {ranks} ranks", "note"))
     if launch.engine == "vllm" and "host" not in found and "uds" not in found:
         _set(found, "host", "0.0.0.0")
         parts.append(ChangedPart("--host 0.0.0.0", f"is {name}'s default: it listens on all addresses", "note"))
