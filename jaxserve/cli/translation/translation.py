@@ -99,11 +99,16 @@ def translate(launch: Launch) -> Translation:
 
 
 def check(found: Mapping[str, SettingValue]) -> LoadedConfig:
-    """Return the configuration of these settings. Raises `ConfigError` if they don't go together."""
+    """Return the configuration of these settings. Raises `ConfigError` if they don't go together.
+
+    Without the values that are variables, nothing can be said.
+    """
+    if any(_VARIABLE.search(str(value.value)) for value in found.values()):
+        return load_config()
     return load_config(
         GivenSetting(name, msgspec.to_builtins(value.value), "argument", value.place)
         for name, value in found.items()
-        if value.value is not None and not _VARIABLE.search(str(value.value))
+        if value.value is not None
     )
 
 
