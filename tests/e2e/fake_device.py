@@ -58,7 +58,7 @@ def build_engine(config: EngineConfig) -> tuple[EngineLoop, EngineInfo]:
     num_slots, max_model_len = config.max_running_requests or 32, config.context_length or 1024
     capacity = Capacity(
         num_slots=num_slots,
-        num_pages=(config.max_total_tokens or num_slots * max_model_len) // config.page_size,
+        num_pages=(config.pool_tokens or num_slots * max_model_len) // config.page_size,
         page_size=config.page_size,
         max_model_len=max_model_len,
         decode_buckets=config.cuda_graph_bs or tuple(range(1, num_slots + 1)),
@@ -92,7 +92,7 @@ def build_engine(config: EngineConfig) -> tuple[EngineLoop, EngineInfo]:
         schedule_policy=config.schedule_policy,
         free_bytes=int(_MEMORY * (1 - (config.mem_fraction_static or 0.9))),
         working_bytes=2**30,
-        memory_bound=config.max_total_tokens is None,
+        memory_bound=config.pool_tokens is None,
     )
     return EngineLoop(scheduler, _Device(capacity, config.model), overlap=True), info
 

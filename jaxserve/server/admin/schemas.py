@@ -34,7 +34,7 @@ class _ModelLimits:
     def __init__(self, state: ServerState) -> None:
         loaded = state.loaded
         self._model = state.model_name
-        self._policy = state.engine_config.schedule_policy
+        self._uses_priorities = state.engine_config.uses_priorities
         self._vocab_size = 2**31 if loaded is None else loaded.engine.info.vocab_size
         self._max_model_len = 2**31 if loaded is None else loaded.engine.info.max_model_len
         self._num_eos_ids = 0 if loaded is None else len(loaded.tokenizer.eos_ids)
@@ -60,7 +60,7 @@ class _ModelLimits:
         match bound:
             case "model":
                 return {"enum": [self._model]}
-            case "priority" if self._policy != "priority":
+            case "priority" if not self._uses_priorities:
                 return {"enum": [0]}
             case "prompt_ids":
                 return {"minItems": 1, "maxItems": length - 1}

@@ -7,10 +7,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from jaxserve.engine.kv_cache.cache_events import CacheEventRecorder
+from jaxserve.engine.kv_cache.eviction import EvictionHeap
 from jaxserve.engine.kv_cache.host_tier import HostTier, WritePolicy
 from jaxserve.engine.kv_cache.page_pool import PagePool
 from jaxserve.engine.kv_cache.radix_cache import RadixCache
-from jaxserve.engine.kv_cache.radix_node import LruHeap, RadixNode
+from jaxserve.engine.kv_cache.radix_node import RadixNode
 from tests.selection import examples
 
 SIZE = 2
@@ -155,7 +156,7 @@ def test_the_heap_of_leaves_stays_bounded() -> None:
 
 def test_nodes_that_were_used_at_the_same_time_are_evicted_in_the_order_of_their_pushes() -> None:
     """So that a schedule depends on the requests alone, not on where Python keeps the nodes."""
-    heap = LruHeap(lambda _: True)
+    heap = EvictionHeap(lambda _: True)
     nodes = [RadixNode(None, [], [number]) for number in range(1500)]
     shuffled = random.Random(0).sample(nodes, len(nodes))
     for node in shuffled:  # past the size at which the heap is rebuilt
