@@ -99,6 +99,12 @@ def test_preemption(priorities: Priorities, later: int, preempts: bool, caplog: 
     assert (f"preempted 1 running requests for one of priority {later}," in caplog.text) == preempts
 
 
+def test_no_request_is_preempted_where_only_retraction_goes_by_priority() -> None:
+    scheduler = scheduler_of(ONE_SLOT, retraction_policy="priority")
+    first, then = make_request("first", 4, max_tokens=20), make_request("then", 4, max_tokens=2, priority=1)
+    assert ends(scheduler, [first], then) == ["first", "then"]
+
+
 @pytest.mark.parametrize(
     ("options", "retracted"),
     [
