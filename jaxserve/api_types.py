@@ -262,7 +262,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     `stop_ids` are all ids that end the output: the model's own (unless `ignore_eos`) and those of the request. `client`
     is the index of the API process that gets the events. `grammar` is a text of llguidance that the output must
     match, if it is not empty. `thinking` bounds its reasoning. A `pooled` one produces no tokens, but a vector. If its
-    prompt is a pair of texts that the model tells apart, the tokens from `second_start` on are those of the second.
+    prompt is a pair of texts that the model tells apart, the tokens from `second_start` on are those of the second. A
+    `priority` of None is the engine's default.
     """
 
     request_id: str
@@ -271,7 +272,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     stop_ids: tuple[int, ...] = ()
     group_id: str = ""
     sample: int = 0
-    priority: int = 0
+    priority: int | None = None
     namespace: str = ""
     client: int = 0
     grammar: str = ""
@@ -337,7 +338,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     `weight_bytes`, and `free_bytes` were left after all was allocated; running programs take `working_bytes` of these.
     `memory_bound` says that the KV cache would be larger with more memory; `working_bytes` is then the compiler's
     figure plus a margin, else an estimate. `deterministic` says that a request gives the same bits in any batch. A
-    model that keeps a state for each sequence has `num_states`, each of `state_bytes` on a device.
+    model that keeps a state for each sequence has `num_states`, each of `state_bytes` on a device. `uses_priorities`
+    says that the priority of a request has any effect.
     """
 
     max_model_len: int
@@ -362,6 +364,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     kv_groups: tuple[KVGroup, ...] = ()
     num_states: int = 0
     state_bytes: int = 0
+    uses_priorities: bool = False
 
     @property
     def max_total_num_tokens(self) -> int:

@@ -28,6 +28,7 @@ from jaxserve.engine.process.main import run
 from jaxserve.engine.scheduling.admission import QueueLimits
 from jaxserve.engine.scheduling.encoder_scheduler import AnyScheduler, EncoderScheduler
 from jaxserve.engine.scheduling.grammars import Grammars
+from jaxserve.engine.scheduling.priorities import Priorities
 from jaxserve.engine.scheduling.scheduler import Scheduler
 from jaxserve.engine.speculation.speculation import Speculation
 from jaxserve.error_texts import join_differences
@@ -268,6 +269,7 @@ def _prepare(config: EngineConfig, nodes: ProcessGroup | None) -> _EngineParts:
         kv_groups=groups,
         num_states=deployment.data * sizes.capacity.num_states,
         state_bytes=sizes.state_bytes,
+        uses_priorities=config.uses_priorities,
     )
     return _EngineParts(deployment, programs, calls, host, info, phases)
 
@@ -295,7 +297,7 @@ def _agree_on_deployment(deployment: Deployment, meshes: Sequence[Mesh], nodes: 
     capacity = deployment.capacity
     tokens = nodes.agree(capacity.num_pages * capacity.page_size, min)
     if tokens < capacity.num_pages * capacity.page_size:
-        config = msgspec.structs.replace(deployment.config, max_total_tokens=tokens)
+        config = deployment.config.with_pool_tokens(tokens)
         deployment = deploy(config, deployment.model.config, deployment.device, stored=deployment.stored)
     by_stage = [
         {name: value for name, value in part.builder(mesh).facts().items() if name not in _PER_PROCESS_FACTS}
@@ -350,6 +352,8 @@ def _make_loop(
             step_tokens=sizes.chunked_prefill_size,
             limits=QueueLimits.of(config),
             policy=config.schedule_policy,
+            priorities=Priorities.of(config),
+            prefill_max_requests=config.prefill_max_requests,
             random_seed=config.random_seed,
         )
     else:
@@ -377,6 +381,10 @@ def _causal_scheduler(
         limits=QueueLimits.of(config),
         random_seed=config.random_seed,
         policy=config.schedule_policy,
+        priorities=Priorities.of(config),
+        retraction_policy=config.retraction_policy,
+        prefill_max_requests=config.prefill_max_requests,
+        eviction_policy=config.radix_eviction_policy,
         conservativeness=config.schedule_conservativeness,
         prefix_cache=not config.disable_radix_cache,
         num_host_pages=host.pages,

@@ -131,10 +131,14 @@ def start(model: Path, tmp_path_factory: pytest.TempPathFactory, **options: Any)
     return loop
 
 
-@pytest.mark.parametrize("policy", ["lpm", "priority"])
-def test_bits_do_not_depend_on_the_company(write: Path, tmp_path_factory: pytest.TempPathFactory, policy: str) -> None:
-    loop = start(write, tmp_path_factory, load_format="dummy", pooling="mean", schedule_policy=policy)
-    rng = random.Random(policy)
+@pytest.mark.parametrize(
+    "options", [{"schedule_policy": "lpm"}, {"schedule_policy": "priority", "prefill_max_requests": 3}]
+)
+def test_bits_do_not_depend_on_the_company(
+    write: Path, tmp_path_factory: pytest.TempPathFactory, options: dict[str, Any]
+) -> None:
+    loop = start(write, tmp_path_factory, load_format="dummy", pooling="mean", **options)
+    rng = random.Random(options["schedule_policy"])
     check_crowd(loop, random_texts(rng, 60, 96), rng, 0.0)
 
 
@@ -185,6 +189,10 @@ def test_tokens_get_vectors_of_their_own(write: Path, tmp_path_factory: pytest.T
         ({"pp_size": 2}, "pp_size=2: models that read a text in both directions"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype=fp8: this model reads whole texts in both directions"),
         ({"enable_hierarchical_cache": True}, "enable_hierarchical_cache=True: this model reads"),
+        ({"kv_cache_memory_bytes": 2**20}, "kv_cache_memory_bytes=1048576: this model reads"),
+        ({"num_gpu_blocks_override": 9}, "num_gpu_blocks_override=9: this model reads"),
+        ({"radix_eviction_policy": "lfu"}, "radix_eviction_policy=lfu: this model reads"),
+        ({"retraction_policy": "priority"}, "retraction_policy=priority: this model reads"),
         ({"context_length": CONTEXT + 1}, "longer than the model's 64 tokens"),
         ({"runner": "generate"}, "runner=generate"),
         ({"speculative_method": "ngram"}, "drafts tokens"),

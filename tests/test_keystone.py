@@ -173,8 +173,8 @@ TWO_POOLS: dict[str, Any] = {"swa_full_tokens_ratio": 0.4}
 # Each runs with overlap and without.
 SETTINGS: dict[str, dict[str, Any]] = {
     "tiny-pool": TWO_SIZES | {"schedule_conservativeness": 0.1},
-    "slivers": TWO_SIZES | {"max_prefill_tokens": 5, "schedule_policy": "random"},
-    "write-through": TWO_SIZES | WITH_HOST_MEMORY,
+    "slivers": TWO_SIZES | {"max_prefill_tokens": 5, "schedule_policy": "random", "prefill_max_requests": 2},
+    "write-through": TWO_SIZES | WITH_HOST_MEMORY | {"radix_eviction_policy": "lfu"},
     "write-back": TWO_SIZES | WITH_HOST_MEMORY | {"hicache_write_policy": "write_back"},
     # A sequence that grows past `SHORT` tokens is computed again, with other frequencies.
     "longrope": SMALL,

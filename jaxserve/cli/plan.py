@@ -93,10 +93,16 @@ def _memory_table(plan: CapacityReport) -> str:
         ("largest working memory", whole.temp, plan.temp_source),
         *_pool_rows(plan),
         ("left", whole.left, f"of {plan.usable_bytes / _GIB:.2f} GiB usable"),
-        ("reserved", plan.target.memory_bytes - plan.usable_bytes, "--mem-fraction-static"),
+        ("reserved", plan.target.memory_bytes - plan.usable_bytes, _reserved_by(plan)),
     ]
     rows = [(name, f"{size / _GIB:.2f}", note) for name, size, note in memory]
     return format_table(("memory of a device", "GiB", ""), rows, left=(0, 2))
+
+
+def _reserved_by(plan: CapacityReport) -> str:
+    """Return the flag that says how much of a device's memory is left to others."""
+    by_bytes = plan.deployment.config.kv_cache_memory_bytes is not None
+    return "--kv-cache-memory-bytes" if by_bytes else "--mem-fraction-static"
 
 
 def _stage_table(plan: CapacityReport) -> str:
@@ -116,7 +122,7 @@ def _stage_table(plan: CapacityReport) -> str:
         f"state: {capacity.num_slots} slots" + (f", {_states(plan)}" if capacity.num_states else ""),
         f"working memory: {plan.temp_source}",
         f"KV pool: {', '.join(pools)}",
-        f"usable: {plan.usable_bytes / _GIB:.2f} GiB by --mem-fraction-static",
+        f"usable: {plan.usable_bytes / _GIB:.2f} GiB by {_reserved_by(plan)}",
     ]
     return f"memory of a device of each stage, GiB\n{format_table(header, rows)}\n{'; '.join(notes)}"
 

@@ -31,7 +31,7 @@ ENGINE_RANGES: Ranges = {
     "kv_cache_memory_bytes": (1, _MOST_BYTES),
     "num_gpu_blocks_override": (1, MOST),
     "default_priority_value": (-(2**31), MOST),
-    "priority_scheduling_preemption_threshold": (1, MOST),
+    "priority_scheduling_preemption_threshold": (0, MOST),
     "prefill_max_requests": (1, MOST),
     "swa_full_tokens_ratio": (_ABOVE_0, 1.0),
     "max_running_requests": (1, MOST),

@@ -24,6 +24,9 @@ DEFAULT_MODEL = "smollm2-135m-instruct"
 DEFAULT_MEM_FRACTION = 0.88
 """Share of a device's memory that weights and KV cache may take unless `mem_fraction_static` says otherwise."""
 
+# XLA and the driver need the rest.
+_MEM_FRACTION_WITH_KV_BYTES = 0.95
+
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of the engine: the model, its memory, its steps. Raises `ConfigError` naming the field and the limit."""
@@ -302,8 +305,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = False
     priority_scheduling_preemption_threshold: Annotated[
         int,
-        Meta(description="how much higher a priority must be, at least, for a running request to be retracted for it"),
-    ] = 1
+        Meta(description="a running request is retracted for one whose priority is higher by more than this"),
+    ] = 0
     prefill_max_requests: Annotated[
         int | None, Meta(description="maximum requests whose prompts one step computes, per rank; default: no limit")
     ] = None
@@ -450,6 +453,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError(
                 f"programs={self.programs}: with nnodes={self.nnodes} every process compiles; leave programs out"
             )
+        self._check_pool()
+        self._check_priorities()
         self._check_hierarchical_cache()
         if self.kv_events_config is not None:
             if self.disable_radix_cache:
@@ -481,6 +486,60 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         sizes = self.cuda_graph_bs
         if sizes is not None and (not sizes or min(sizes) < 1 or max(sizes) > MOST):
             raise ConfigError(f"cuda_graph_bs must be positive sizes, got {list(sizes)}")
+
+    @property
+    def memory_fraction(self) -> float:
+        """The share of a device's memory that may be used."""
+        default = DEFAULT_MEM_FRACTION if self.kv_cache_memory_bytes is None else _MEM_FRACTION_WITH_KV_BYTES
+        return self.mem_fraction_static or default
+
+    @property
+    def pool_tokens(self) -> int | None:
+        """The KV cache tokens of whole sequences per rank, if a setting says how many."""
+        pages = self.num_gpu_blocks_override
+        return self.max_total_tokens if pages is None else pages * self.page_size
+
+    def with_pool_tokens(self, tokens: int | None) -> EngineConfig:
+        """Return a copy that sets the size of the KV cache to these tokens of whole sequences per rank."""
+        return msgspec.structs.replace(
+            self, max_total_tokens=tokens, num_gpu_blocks_override=None, kv_cache_memory_bytes=None
+        )
+
+    @property
+    def uses_priorities(self) -> bool:
+        """Whether the priority of a request has any effect."""
+        return "priority" in (self.schedule_policy, self.retraction_policy, self.radix_eviction_policy)
+
+    def _check_pool(self) -> None:
+        sizes = ("kv_cache_memory_bytes", "max_total_tokens", "num_gpu_blocks_override")
+        given = [name for name in sizes if getattr(self, name) is not None]
+        if given[:1] == ["kv_cache_memory_bytes"] and self.mem_fraction_static is not None:
+            given.append("mem_fraction_static")
+        if len(given) > 1:
+            raise ConfigError(f"{given[0]} and {given[1]} both set the size of the KV cache; keep one")
+
+    def _check_priorities(self) -> None:
+        if not self.uses_priorities:
+            for name, nothing in (("schedule_low_priority_values_first", False), ("default_priority_value", 0)):
+                if getattr(self, name) != nothing:
+                    raise ConfigError(
+                        f"{name} needs schedule_policy, retraction_policy or radix_eviction_policy to be priority"
+                    )
+        threshold = self.priority_scheduling_preemption_threshold
+        if self.schedule_policy != "priority" and (self.disable_priority_preemption or threshold):
+            raise ConfigError(
+                "disable_priority_preemption and priority_scheduling_preemption_threshold need schedule_policy=priority"
+            )
+        if self.disable_priority_preemption and threshold:
+            raise ConfigError(
+                f"priority_scheduling_preemption_threshold={threshold} says for which requests others are retracted, "
+                "and disable_priority_preemption that they are for none; keep one"
+            )
+        if self.disable_radix_cache and self.radix_eviction_policy != "lru":
+            raise ConfigError(
+                f"radix_eviction_policy={self.radix_eviction_policy} says what is evicted from the cache that "
+                "disable_radix_cache disables; keep one"
+            )
 
     def _check_hierarchical_cache(self) -> None:
         if self.enable_hierarchical_cache and self.disable_radix_cache:

@@ -111,15 +111,15 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
-        priority: int | Sequence[int] = 0,
+        priority: int | Sequence[int | None] | None = None,
         cache_salt: str | None = None,
     ) -> list[RequestOutput]:
         """Continue prompts, all in one batch; return the outputs in the prompts' order.
 
         A prompt is a text, a list of ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`.
-        With `schedule_policy="priority"`, prompts of higher `priority` run first. Only prompts with the same
-        `cache_salt` share cached prefixes. Raises `InvalidRequestError` before anything runs, and `RequestFailedError`
-        if the engine can't finish a request.
+        With `schedule_policy="priority"`, prompts of higher `priority` run first; None is `default_priority_value`.
+        Only prompts with the same `cache_salt` share cached prefixes. Raises `InvalidRequestError` before anything
+        runs, and `RequestFailedError` if the engine can't finish a request.
         """
         check_not_forked()
         contents = read_prompts(prompts)
@@ -309,7 +309,11 @@ class LLM:
             )
 
     def _prepare(
-        self, prompt: str | list[int], params: SamplingParams | None, priority: int = 0, cache_salt: str | None = None
+        self,
+        prompt: str | list[int],
+        params: SamplingParams | None,
+        priority: int | None = None,
+        cache_salt: str | None = None,
     ) -> PromptTask:
         self._require_generating()
         text, ids = (prompt, self._tokenizer.encode(prompt)) if isinstance(prompt, str) else (None, prompt)

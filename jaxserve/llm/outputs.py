@@ -95,7 +95,7 @@ class PromptTask:
     prompt: str | None
     ids: list[int]
     params: SamplingParams
-    priority: int
+    priority: int | None
     cache_salt: str | None
     grammar: str
 

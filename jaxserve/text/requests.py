@@ -50,7 +50,7 @@ def sample_requests(
             stop_ids=stop_ids,
             group_id=name,
             sample=sample,
-            priority=priority or 0,
+            priority=priority,
             namespace=namespace,
             grammar=grammar,
             thinking=thinking,
@@ -84,7 +84,7 @@ def pooled_requests(
             sampling=_NOTHING,
             group_id=name,
             sample=number,
-            priority=priority or 0,
+            priority=priority,
             namespace=namespace,
             pooled=True,
             second_start=second_start,
@@ -123,7 +123,7 @@ def _check_priority(priority: int, info: EngineInfo) -> None:
         raise InvalidRequestError(
             f"priority must be in [-{MAX_PRIORITY}, {MAX_PRIORITY}], got {priority}", param="priority"
         )
-    if priority and info.schedule_policy != "priority":
+    if priority and not info.uses_priorities:
         raise InvalidRequestError(
             f"priority is {priority}, but this engine schedules by {info.schedule_policy}: only 0 is accepted unless "
             "it is started with --schedule-policy priority",

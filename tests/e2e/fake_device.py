@@ -19,6 +19,7 @@ from jaxserve.config.server_schema import ServerConfig
 from jaxserve.engine.core.loop import EngineLoop
 from jaxserve.engine.process.main import run
 from jaxserve.engine.scheduling.admission import QueueLimits
+from jaxserve.engine.scheduling.priorities import Priorities
 from jaxserve.engine.scheduling.scheduler import Scheduler
 from jaxserve.model_source.pooling import ModelTask, PooledTask, Pooling
 from jaxserve.observability import log
@@ -58,7 +59,7 @@ def build_engine(config: EngineConfig) -> tuple[EngineLoop, EngineInfo]:
     num_slots, max_model_len = config.max_running_requests or 32, config.context_length or 1024
     capacity = Capacity(
         num_slots=num_slots,
-        num_pages=(config.max_total_tokens or num_slots * max_model_len) // config.page_size,
+        num_pages=(config.pool_tokens or num_slots * max_model_len) // config.page_size,
         page_size=config.page_size,
         max_model_len=max_model_len,
         decode_buckets=config.cuda_graph_bs or tuple(range(1, num_slots + 1)),
@@ -73,6 +74,10 @@ def build_engine(config: EngineConfig) -> tuple[EngineLoop, EngineInfo]:
         max_prefill_tokens=4096,
         max_num_batched_tokens=4096,
         policy=config.schedule_policy,
+        priorities=Priorities.of(config),
+        retraction_policy=config.retraction_policy,
+        prefill_max_requests=config.prefill_max_requests,
+        eviction_policy=config.radix_eviction_policy,
         conservativeness=config.schedule_conservativeness,
         limits=QueueLimits.of(config),
         record_cache_events=config.kv_events_config is not None,
@@ -90,9 +95,10 @@ def build_engine(config: EngineConfig) -> tuple[EngineLoop, EngineInfo]:
         num_programs=0,
         startup_seconds={},
         schedule_policy=config.schedule_policy,
+        uses_priorities=config.uses_priorities,
         free_bytes=int(_MEMORY * (1 - (config.mem_fraction_static or 0.9))),
         working_bytes=2**30,
-        memory_bound=config.max_total_tokens is None,
+        memory_bound=config.pool_tokens is None,
     )
     return EngineLoop(scheduler, _Device(capacity, config.model), overlap=True), info
 

@@ -16,7 +16,7 @@ def make_request(
     *,
     stop_ids: tuple[int, ...] = (),
     client: int = 0,
-    priority: int = 0,
+    priority: int | None = 0,
     namespace: str = "",
     group_id: str = "",
     sample: int = 0,

@@ -58,7 +58,7 @@ def build_engine(config: EngineConfig) -> tuple[EngineLoop, EngineInfo]:
     num_slots, max_model_len = config.max_running_requests or 8, config.context_length or 64
     capacity = Capacity(
         num_slots=num_slots,
-        num_pages=(config.max_total_tokens or num_slots * max_model_len) // config.page_size,
+        num_pages=(config.pool_tokens or num_slots * max_model_len) // config.page_size,
         page_size=config.page_size,
         max_model_len=max_model_len,
         decode_buckets=(num_slots,),

@@ -121,6 +121,7 @@ class FakeEngine:
             num_programs=1,
             startup_seconds={"weights": 0.25, "compile": 0.5},
             schedule_policy=schedule_policy,
+            uses_priorities=schedule_policy == "priority",
         )
 
     @property

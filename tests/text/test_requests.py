@@ -24,7 +24,7 @@ INFO = EngineInfo(
     num_programs=0,
     startup_seconds={},
 )
-BY_PRIORITY = msgspec.structs.replace(INFO, schedule_policy="priority")
+BY_PRIORITY = msgspec.structs.replace(INFO, schedule_policy="priority", uses_priorities=True)
 
 
 def requests_for(**sampling: object) -> list[EngineRequest]:

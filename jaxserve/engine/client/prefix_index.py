@@ -1,8 +1,8 @@
 """An estimate of which prefixes an engine in another process has cached, made from the requests sent to it.
 
 It stores names of pages, no tokens: the name of a page is a hash of the namespace and of all tokens up to the page's
-end. It stores as many names as the engine has pages, and evicts as the engine does: the end of the least recently used
-prefix first. A wrong estimate may cost speed, never correctness.
+end. It stores as many names as the engine has pages, and evicts as the engine does by default: the end of the least
+recently used prefix first. A wrong estimate may cost speed, never correctness.
 """
 
 from __future__ import annotations

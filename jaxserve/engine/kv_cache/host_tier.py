@@ -1,8 +1,8 @@
 """The cache's second tier: which slots of host memory hold copies of cached pages, and which copies to make next.
 
-It owns the host slots, the LRU order of host-only nodes, and the copies for the next plan: first all saves, then all
-loads, then the step. So the plan that saves a page may reuse it, and the plan that loads a page may read it. The radix
-cache owns the tree; this module never touches memory.
+It owns the host slots, the order in which host-only nodes are evicted, and the copies for the next plan: first all
+saves, then all loads, then the step. So the plan that saves a page may reuse it, and the plan that loads a page may
+read it. The radix cache owns the tree; this module never touches memory.
 
 `write_through` saves pages in the plan that follows the one that computes them: eviction is immediate, but pages occupy
 both memories. `write_back` saves pages when they are evicted: the two memories hold different pages. Of a window group
@@ -15,8 +15,9 @@ from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from jaxserve.engine.kv_cache.cache_events import CacheEventRecorder
+from jaxserve.engine.kv_cache.eviction import EvictionHeap, EvictionPolicy
 from jaxserve.engine.kv_cache.page_pool import PagePool
-from jaxserve.engine.kv_cache.radix_node import LruHeap, RadixNode
+from jaxserve.engine.kv_cache.radix_node import RadixNode
 from jaxserve.engine.kv_cache.state_pool import IN_HOST_MEMORY, ON_DEVICE, StatePool
 from jaxserve.engine.kv_cache.window_pages import WindowPages
 
@@ -39,14 +40,17 @@ class HostTier:
         windows: Sequence[WindowPages] = (),
         recorder: CacheEventRecorder | None = None,
         num_states: int = 0,
+        eviction: EvictionPolicy = "lru",
     ) -> None:
         self.windows = tuple(windows)
-        self.states = StatePool(num_states, IN_HOST_MEMORY, None if recorder is None else recorder.count_state)
+        self.states = StatePool(
+            num_states, IN_HOST_MEMORY, None if recorder is None else recorder.count_state, eviction
+        )
         self.recorder = recorder
         self._slots = PagePool(num_pages, page_size)
         self._writes_through = num_pages > 0 and policy == "write_through"
         self._added: list[RadixNode] = []
-        self._evictable = LruHeap(_is_evictable)
+        self._evictable = EvictionHeap(_is_evictable, eviction)
         self._state_group = 1 + len(self.windows)
         self._saves: dict[tuple[int, int], int] = {}
         self._loads: list[_Copy] = []
@@ -159,7 +163,7 @@ class HostTier:
         self._loads += ((group + 1, slot, page) for slot, page in zip(slots, pages, strict=True))
         self._loading.append((group, slots))
 
-    def update_lru(self, node: RadixNode) -> None:
+    def push_evictable(self, node: RadixNode) -> None:
         """Record that `node` was used or may have become evictable."""
         self._evictable.push(node)
 
@@ -209,7 +213,7 @@ class HostTier:
         return problems
 
     def _allocate(self, count: int) -> list[int]:
-        """Allocate up to `count` slots; evict the least recently used host-only nodes if needed."""
+        """Allocate up to `count` slots; evict host-only nodes if needed."""
         while self._slots.num_free < count and (node := self._evictable.pop()) is not None:
             self._truncate(node, count - self._slots.num_free)
         return self._slots.allocate(min(count, self._slots.num_free))

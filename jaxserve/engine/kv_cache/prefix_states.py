@@ -98,7 +98,7 @@ class PrefixStates:
         self._tier.states.start_plan()
 
     def take(self) -> int | None:
-        """Take a row, for which the least recently used snapshot may be evicted; None if there is none."""
+        """Take a row, for which a snapshot may be evicted; None if there is none."""
         return self.pool.take(self._save)
 
     def give(self, node: RadixNode, row: int) -> None:

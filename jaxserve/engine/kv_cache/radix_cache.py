@@ -1,7 +1,7 @@
 """The prefix cache: a radix tree over whole pages of tokens, one tree per namespace.
 
 It owns the pages of computed sequences that may be used again. A running request locks the path to the node that ends
-its cached prefix. Unlocked nodes can be evicted, the least recently used leaves first. An evicted node that the host
+its cached prefix. Unlocked nodes can be evicted, leaves first, in the order of a policy. An evicted node that the host
 tier has a copy of stays in the tree without pages; it is loaded into new pages when a request needs it. The cache takes
 pages over from requests and returns them to the pool. It knows no requests, only nodes.
 
@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 
+from jaxserve.engine.kv_cache.eviction import EvictionHeap, EvictionPolicy
 from jaxserve.engine.kv_cache.host_tier import HostTier
 from jaxserve.engine.kv_cache.page_pool import PagePool
 from jaxserve.engine.kv_cache.prefix_states import PrefixStates, StateOwner
 from jaxserve.engine.kv_cache.prefix_windows import PrefixWindows
-from jaxserve.engine.kv_cache.radix_node import LruHeap, RadixNode, descendants, walk
+from jaxserve.engine.kv_cache.radix_node import RadixNode, descendants, path_to, walk
 from jaxserve.engine.kv_cache.state_pool import StatePool
 from jaxserve.engine.kv_cache.window_pages import WindowPages, WindowRun
 
@@ -26,8 +27,8 @@ class RadixCache:
     """The cached prefixes over the pages of `pool`, and of `windows` for KV groups with a window.
 
     A model that keeps a state for each sequence has `states`, and no windows. When `disabled`, it holds only roots, so
-    nothing is found or kept. Without a `tier`, evicted pages are lost. The tier's recorder, if there is one, learns
-    which pages can be found.
+    nothing is found or kept. Without a `tier`, evicted pages are lost. All of these have the same `policy`. The tier's
+    recorder, if there is one, learns which pages can be found.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class RadixCache:
         tier: HostTier | None = None,
         windows: Sequence[WindowPages] = (),
         states: StatePool | None = None,
+        policy: EvictionPolicy = "lru",
         *,
         disabled: bool = False,
     ) -> None:
@@ -50,7 +52,8 @@ class RadixCache:
         self._roots: dict[Hashable, RadixNode] = {}
         self._detached: set[RadixNode] = set()
         self._time = 0
-        self._evictable = LruHeap(_is_evictable)
+        self._counts_uses = policy != "lru"
+        self._evictable = EvictionHeap(_is_evictable, policy)
         self.num_evictable = 0
 
     def match(self, namespace: Hashable, tokens: list[int], limit: int) -> tuple[RadixNode, list[int]]:
@@ -110,6 +113,13 @@ class RadixCache:
             for node in reversed(loaded):
                 self._recorder.stored(node)
 
+    def count_use(self, node: RadixNode, priority: int) -> None:
+        """Count a request that begins with the prefix that ends at `node`, if the order of eviction depends on it."""
+        if self._counts_uses:
+            for one in path_to(node):
+                one.num_uses += 1
+                one.priority = max(one.priority, priority)
+
     def lock(self, node: RadixNode) -> None:
         """Protect the prefix that ends at `node` from eviction until `unlock`."""
         at: RadixNode | None = node
@@ -130,24 +140,30 @@ class RadixCache:
                     self._detached.discard(at)
                 else:
                     self.num_evictable += len(at.pages)
-                    self._update_lru(at)
+                    self._push_evictable(at)
             at = at.parent
 
     def extend(
-        self, node: RadixNode, tokens: list[int], pages: list[int], start: int = 0, runs: Sequence[WindowRun] = ()
+        self,
+        node: RadixNode,
+        tokens: list[int],
+        pages: list[int],
+        start: int = 0,
+        runs: Sequence[WindowRun] = (),
+        priority: int = 0,
     ) -> tuple[RadixNode, int]:
         """Take over `pages`, which hold `tokens` (whole pages) that follow the locked `node`.
 
         Return the node that ends them, which is now locked in place of `node`, and the number of pages taken over. That
         is fewer than given if the tree already has pages for these tokens or a flush has detached `node`; the caller
         keeps the rest. `runs` are the request's window pages, of which the tree takes over those that it lacks. `start`
-        is the index of the first of `pages` in the sequence.
+        is the index of the first of `pages` in the sequence. `priority` is the request's.
         """
         if self._disabled or node.detached or not pages:
             return node, 0
         self._time += 1
         grows = node.parent is not None and node.locks == 1 and not node.children and node.states == _NO_STATES
-        if grows and not self.tier.windows:
+        if grows and node.num_uses == 1 and not self.tier.windows:
             # The leaf is used by this request only. Grow it, so that a chunked prompt doesn't become a chain of nodes.
             node.tokens += tokens
             node.pages += pages
@@ -157,17 +173,24 @@ class RadixCache:
             self.windows.grow(node, start, len(pages), runs)
             self.tier.mark_added(node)
             return node, len(pages)
-        last, taken = self._attach(node, tokens, pages, locks=1)
+        last, taken = self._attach(node, tokens, pages, priority, locks=1)
         self._share_windows(node, tokens, start, runs)
         return last, taken
 
     def insert(
-        self, namespace: Hashable, tokens: list[int], pages: list[int], start: int, runs: Sequence[WindowRun] = ()
+        self,
+        namespace: Hashable,
+        tokens: list[int],
+        pages: list[int],
+        start: int,
+        runs: Sequence[WindowRun] = (),
+        priority: int = 0,
     ) -> None:
         """Take over the pages of a stopped sequence that the tree lacks, and release the others.
 
         `tokens` are the sequence's whole pages from its beginning; `pages` hold them from page index `start` on. `runs`
-        are its window pages: the tree takes over those that it lacks, and the caller releases all of them.
+        are its window pages: the tree takes over those that it lacks, and the caller releases all of them. `priority`
+        is the sequence's.
         """
         if self._disabled or not (pages or runs):
             self._pool.release(pages)
@@ -181,13 +204,13 @@ class RadixCache:
         self._pool.release(pages[:known])
         if pages[known:]:
             rest = tokens[len(found) * self._page_size :]
-            node, taken = self._attach(_last_resident(node), rest, pages[known:], locks=0)
+            node, taken = self._attach(_last_resident(node), rest, pages[known:], priority, locks=0)
             self.num_evictable += taken
-            self._update_lru(node)
+            self._push_evictable(node)
         self._share_windows(root, tokens, 0, runs)
 
     def evict(self, num_pages: int) -> int:
-        """Return up to `num_pages` pages to the pool, the least recently used first; return how many."""
+        """Return up to `num_pages` pages to the pool, in the order of the policy; return how many."""
         left = num_pages
         while left > 0 and (node := self._evictable.pop()) is not None:
             if len(node.pages) > left:
@@ -297,7 +320,9 @@ class RadixCache:
                 self.tier.mark_added(one)
             start += length
 
-    def _attach(self, node: RadixNode, tokens: list[int], pages: list[int], *, locks: int) -> tuple[RadixNode, int]:
+    def _attach(
+        self, node: RadixNode, tokens: list[int], pages: list[int], priority: int, *, locks: int
+    ) -> tuple[RadixNode, int]:
         """Put `pages` into the tree below `node` until a page of `tokens` is already resident there.
 
         Return the last node that got pages, and how many pages were put. Host-only nodes on the way become resident.
@@ -310,6 +335,7 @@ class RadixCache:
                 count = len(pages) - taken
                 child = node.children[key] = RadixNode(node, tokens[taken * size :], pages[taken:])
                 child.windows = self.windows.new_lists()
+                child.priority = priority
             elif child.pages:
                 break
             else:
@@ -348,8 +374,8 @@ class RadixCache:
             self._drop_more(node)
             node.pages = []
             parent.num_resident_children -= 1
-            self.tier.update_lru(node)
-        self._update_lru(parent)
+            self.tier.push_evictable(node)
+        self._push_evictable(parent)
 
     def _split_head(self, node: RadixNode, length: int) -> RadixNode:
         """Split `node` after `length` pages; return the first part, a new node that takes its place in the tree."""
@@ -359,7 +385,7 @@ class RadixCache:
         upper = RadixNode(parent, node.tokens[: length * size], node.pages[:length], node.host_slots[:length])
         upper.windows, node.windows = node.windows, lower_windows
         upper.locks = node.locks
-        upper.last_used = node.last_used
+        upper.take_uses(node)
         upper.num_resident_children = int(bool(node.pages))
         upper.num_states = node.num_states
         parent.children[tuple(upper.tokens[:size])] = upper
@@ -383,12 +409,12 @@ class RadixCache:
             self.states.moved(tail)
         return tail
 
-    def _update_lru(self, node: RadixNode) -> None:
+    def _push_evictable(self, node: RadixNode) -> None:
         """Record that `node` was used or may have become evictable."""
         if node.pages:
             self._evictable.push(node)
         else:
-            self.tier.update_lru(node)
+            self.tier.push_evictable(node)
 
 
 _NO_STATES = [None, None]

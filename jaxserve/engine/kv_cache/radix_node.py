@@ -1,16 +1,13 @@
-"""A node of the prefix tree, and a heap that returns nodes in LRU order.
+"""A node of the prefix tree.
 
 It owns the shape of the tree and nothing else: its users own the pages and decide when a node is evicted.
 """
 
 from __future__ import annotations
 
-import heapq
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 Key = tuple[int, ...]
-_MIN_COMPACT_SIZE = 1024
 
 
 class RadixNode:
@@ -20,6 +17,9 @@ class RadixNode:
     memory that hold copies: of all pages of a host-only node, of the first few pages of a resident one. All ancestors
     of a resident node are resident. `locks` counts the requests whose prefix ends at this node or below it. A flush
     removes a node from the tree and marks it `detached`: it keeps its pages while it is locked, and no lookup finds it.
+
+    It was `last_used` at a time of the cache's clock. `num_uses` requests have made it or begun with it, and `priority`
+    is their highest; the cache counts them if its policy needs it.
 
     `windows` has a list of pages for each KV group with a window, and then a list of host slots for each, all for the
     end of the run. A host-only node has no window pages on the device. `states` are the rows that have the state of a
@@ -35,8 +35,10 @@ class RadixNode:
         "locks",
         "num_resident_children",
         "num_states",
+        "num_uses",
         "pages",
         "parent",
+        "priority",
         "states",
         "tokens",
         "windows",
@@ -61,6 +63,8 @@ class RadixNode:
         self.num_resident_children = 0
         self.locks = 0
         self.last_used = 0
+        self.num_uses = 1
+        self.priority = 0
         self.detached = False
 
     @property
@@ -109,6 +113,10 @@ class RadixNode:
                 high = middle
         return low
 
+    def take_uses(self, other: RadixNode) -> None:
+        """Count the uses of the node that this one was a part of."""
+        self.last_used, self.num_uses, self.priority = other.last_used, other.num_uses, other.priority
+
     def split_windows(self, length: int) -> list[list[int]]:
         """Keep the window pages of the first `length` pages of the run, and return the others."""
         rest = self.length - length
@@ -122,7 +130,8 @@ class RadixNode:
         at = length * page_size
         windows = self.split_windows(length)
         tail = RadixNode(self, self.tokens[at:], self.pages[length:], self.host_slots[length:], windows)
-        tail.last_used, tail.children = self.last_used, self.children
+        tail.take_uses(self)
+        tail.children = self.children
         tail.num_resident_children = self.num_resident_children
         tail.states, self.states = self.states, tail.states
         tail.num_states = self.num_states
@@ -168,44 +177,3 @@ def walk(node: RadixNode, tokens: list[int], limit: int, page_size: int) -> Iter
             return
         at += pages * page_size
         node = child
-
-
-class LruHeap:
-    """Nodes that may be evicted, the least recently used first.
-
-    Push a node whenever it may have become evictable; `is_evictable` is checked again when the node is popped. Of nodes
-    that were used at the same time, the one that was pushed first comes first.
-    """
-
-    def __init__(self, is_evictable: Callable[[RadixNode], bool]) -> None:
-        self._is_evictable = is_evictable
-        self._entries: list[tuple[int, int, RadixNode]] = []
-        self._compact_at = _MIN_COMPACT_SIZE
-        self._pushes = itertools.count()
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def push(self, node: RadixNode) -> None:
-        """Add a node if it is evictable."""
-        if not self._is_evictable(node):
-            return
-        heapq.heappush(self._entries, (node.last_used, next(self._pushes), node))
-        if len(self._entries) > self._compact_at:
-            nodes = dict.fromkeys(node for _, _, node in sorted(self._entries) if self._is_evictable(node))
-            self._entries = sorted((node.last_used, next(self._pushes), node) for node in nodes)
-            self._compact_at = 2 * len(self._entries) + _MIN_COMPACT_SIZE
-
-    def pop(self) -> RadixNode | None:
-        """Return the least recently used node. If a part of it remains in the tree, push it again."""
-        while self._entries:
-            last_used, _, node = heapq.heappop(self._entries)
-            if node.last_used != last_used:
-                self.push(node)  # it was used since
-            elif self._is_evictable(node):
-                return node
-        return None
-
-    def clear(self) -> None:
-        """Remove all nodes."""
-        self._entries.clear()

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
+from operator import attrgetter
 from typing import Protocol
+
+from jaxserve.engine.kv_cache.eviction import EvictionPolicy
 
 ON_DEVICE, IN_HOST_MEMORY = 0, 1
 """The places of rows in `RadixNode.states`."""
@@ -19,22 +22,38 @@ class SnapshotOwner(Protocol):
     """A node or a running request, which has one snapshot in each place."""
 
     states: list[int | None]
+    num_uses: int
+    priority: int
+
+
+# Of snapshots that are worth the same, the least recently used one is evicted.
+_WORTHS: dict[EvictionPolicy, Callable[[SnapshotOwner], int] | None] = {
+    "lru": None,
+    "lfu": attrgetter("num_uses"),
+    "priority": attrgetter("priority"),
+}
 
 
 class StatePool:
     """`num_states` rows in one `place`. Owners keep their snapshot's row in `states[place]`.
 
-    If no row is free, the least recently used snapshot gives up its row. Rows that the plan being made reads or writes
-    are held until the next plan, so that no other sequence gets them in the same step. `count` is told of an owner that
-    gets a snapshot (1) or loses it (-1).
+    If no row is free, a snapshot gives up its row: the least recently used one, or as `policy` says that of an owner
+    with the fewest uses or the lowest priority. Rows that the plan being made reads or writes are held until the next
+    plan, so that no other sequence gets them in the same step. `count` is told of an owner that gets a snapshot (1) or
+    loses it (-1).
     """
 
     def __init__(
-        self, num_states: int, place: int = ON_DEVICE, count: Callable[[SnapshotOwner, int], None] | None = None
+        self,
+        num_states: int,
+        place: int = ON_DEVICE,
+        count: Callable[[SnapshotOwner, int], None] | None = None,
+        policy: EvictionPolicy = "lru",
     ) -> None:
         self.num_states = num_states
         self.num_evicted = 0
         self._place = place
+        self._worth = _WORTHS[policy]
         self._count = count
         self._free = list(range(num_states - 1, -1, -1))
         self._snapshots: OrderedDict[int, SnapshotOwner] = OrderedDict()
@@ -60,19 +79,24 @@ class StatePool:
         self._held.clear()
 
     def take(self, save: Callable[[SnapshotOwner], None] | None = None) -> int | None:
-        """Take a free row, or that of the least recently used snapshot; None if all are in use or held.
+        """Take a free row, or that of a snapshot; None if all are in use or held.
 
         `save` is called before a snapshot is lost.
         """
         if self._free:
             return self._free.pop()
-        for row, owner in self._snapshots.items():
-            if row not in self._held:
-                if save is not None:
-                    save(owner)
-                self.num_evicted += 1
-                return self.take_from(owner)
-        return None
+        rows = (row for row in self._snapshots if row not in self._held)
+        worth = self._worth
+        row = (
+            next(rows, None) if worth is None else min(rows, key=lambda row: worth(self._snapshots[row]), default=None)
+        )
+        if row is None:
+            return None
+        owner = self._snapshots[row]
+        if save is not None:
+            save(owner)
+        self.num_evicted += 1
+        return self.take_from(owner)
 
     def take_from(self, owner: SnapshotOwner) -> int:
         """Take the row of a snapshot, which is lost."""

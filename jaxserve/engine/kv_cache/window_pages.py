@@ -3,8 +3,8 @@
 A query sees only the last positions before it, so a request gives its pages up one after the other while it runs, and a
 prefix can be used again if the pages of the last window before its end are there. A page is free when neither a request
 nor a node of the prefix tree has it. A node has pages for the end of its run only, because they are evicted from the
-front: first the pages that a longer prefix doesn't need, then those of the last window, each time of the least recently
-used node. The same holds for copies in host memory, which requests use only while they are loaded.
+front: first the pages that a longer prefix doesn't need, then those of the last window, each time in the order of the
+policy. The same holds for copies in host memory, which requests use only while they are loaded.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+from jaxserve.engine.kv_cache.eviction import EvictionHeap, EvictionPolicy
 from jaxserve.engine.kv_cache.page_pool import PagePool
-from jaxserve.engine.kv_cache.radix_node import LruHeap, RadixNode
+from jaxserve.engine.kv_cache.radix_node import RadixNode
 
 
 class WindowRun(NamedTuple):
@@ -30,7 +31,7 @@ class WindowPages:
     Nodes keep their pages in `RadixNode.windows[index]`.
     """
 
-    def __init__(self, num_pages: int, page_size: int, window: int, index: int) -> None:
+    def __init__(self, num_pages: int, page_size: int, window: int, index: int, policy: EvictionPolicy = "lru") -> None:
         self.window = window
         self.last_pages = -(-(window - 1) // page_size)
         self.num_evictable = 0
@@ -38,8 +39,8 @@ class WindowPages:
         self._index = index
         self._users = [0] * num_pages
         self._nodes: list[RadixNode | None] = [None] * num_pages
-        self._inner = LruHeap(self._has_inner)
-        self._evictable = LruHeap(self._is_evictable)
+        self._inner = EvictionHeap(self._has_inner, policy)
+        self._evictable = EvictionHeap(self._is_evictable, policy)
 
     @property
     def num_pages(self) -> int:

@@ -17,7 +17,7 @@ class PrefillBudget:
 
     On each rank, `step_tokens` bounds the step and `prefill_tokens` the sum of its chunks. All ranks run the same
     program, so `prompt_logprob_tokens` bounds each of them as soon as any chunk computes prompt log probabilities. Of
-    pooled requests, each rank may have `pooled_tokens`, if it isn't None.
+    pooled requests, each rank may have `pooled_tokens`, if it isn't None, and at most `max_requests` chunks in all.
     """
 
     def __init__(
@@ -28,11 +28,13 @@ class PrefillBudget:
         prefill_tokens: int,
         prompt_logprob_tokens: int,
         pooled_tokens: int | None = None,
+        max_requests: int | None = None,
     ) -> None:
         self.totals = list(num_decodes)
         self.prompt_logprobs = False
         self._prefill_left = [prefill_tokens] * len(num_decodes)
         self._pooled_left = [step_tokens if pooled_tokens is None else pooled_tokens] * len(num_decodes)
+        self._requests_left = [step_tokens if max_requests is None else max_requests] * len(num_decodes)
         self._step_tokens = step_tokens
         self._prompt_logprob_tokens = min(prompt_logprob_tokens, step_tokens)
 
@@ -43,7 +45,7 @@ class PrefillBudget:
             limit = self._prompt_logprob_tokens
             if max(self.totals) > limit:
                 return 0
-        left = self._prefill_left[rank]
+        left = self._prefill_left[rank] if self._requests_left[rank] else 0
         if pooled:
             left = min(left, self._pooled_left[rank])
         return max(0, min(left, limit - self.totals[rank]))
@@ -64,6 +66,7 @@ class PrefillBudget:
     def add_chunk(self, rank: int, length: int, *, prompt_logprobs: bool, pooled: bool = False) -> None:
         """Subtract a chunk from the budget."""
         self.totals[rank] += length
+        self._requests_left[rank] -= 1
         self._prefill_left[rank] -= length
         if pooled:
             self._pooled_left[rank] -= length

@@ -14,6 +14,7 @@ from jaxserve.api_types import EngineRequest, EngineStats, FinishReason, TokenEv
 from jaxserve.engine.kv_cache.cache_events import CacheEvent
 from jaxserve.engine.scheduling import admission
 from jaxserve.engine.scheduling.policy import Policy
+from jaxserve.engine.scheduling.priorities import Priorities
 from jaxserve.engine.scheduling.scheduler import Scheduler
 from jaxserve.engine.scheduling.scheduler_stats import SchedulerStats
 from jaxserve.engine.scheduling.text_queue import TextQueue, WaitingText
@@ -30,7 +31,8 @@ class _PlannedTexts(NamedTuple):
 class EncoderScheduler:
     """Schedules texts within `capacity`, by `policy` (see `TextQueue`): up to `step_tokens` tokens a step and rank.
 
-    Requests beyond `limits` are refused. `clock` returns seconds.
+    On each rank, a step has at most `prefill_max_requests` texts, if that isn't None. Requests beyond `limits` are
+    refused. `clock` returns seconds.
     """
 
     def __init__(
@@ -40,12 +42,16 @@ class EncoderScheduler:
         step_tokens: int,
         limits: admission.QueueLimits | None = None,
         policy: Policy = "lpm",
+        priorities: Priorities | None = None,
+        prefill_max_requests: int | None = None,
         random_seed: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._capacity = capacity
         self._clock = clock
-        self._queue = TextQueue(capacity, step_tokens, policy, random_seed)
+        most = min(capacity.num_slots, prefill_max_requests or capacity.num_slots)
+        self._queue = TextQueue(capacity, step_tokens, most, policy, random_seed)
+        self._priorities = priorities or Priorities()
         self._gate = admission.QueueGate(limits or admission.QueueLimits())
         self._open: dict[str, WaitingText] = {}
         self._in_flight: deque[_PlannedTexts] = deque()
@@ -66,7 +72,7 @@ class EncoderScheduler:
             num_tokens=self._queue.num_tokens,
         ):
             return admission.rejection(request, reason)
-        text = WaitingText(request, self._clock())
+        text = WaitingText(request, self._clock(), self._priorities.of_request(request.priority))
         self._open[request.request_id] = text
         self._queue.add(text)
         return None

@@ -16,6 +16,7 @@ from typing import Literal
 from jaxserve.engine.scheduling.request import Request
 
 Policy = Literal["lpm", "fcfs", "priority", "shortest-prefill-first", "random"]
+RetractionPolicy = Literal["length", "priority"]
 
 MAX_OVERTAKEN = 64
 """The most later arrivals that may start before a request, under every policy but `priority`."""

@@ -29,6 +29,7 @@ _MAX_PASSED = 16
 class PrefillChooser:
     """Chooses chunks of at most `prefill_tokens` together on each rank, in steps of at most `step_tokens`.
 
+    They are those of at most `max_requests` requests on each rank, if it isn't None.
     While requests decode, a step with a part of a prompt that takes several steps has at most as many tokens as it
     computes in `mixed_step_seconds`, by the measured `times`; 0 is no limit. While others are open, `pooled_share`
     bounds the tokens of pooled requests. `num_deferred` is how many waiting requests the last choice deferred because
@@ -42,6 +43,7 @@ class PrefillChooser:
         *,
         prefill_tokens: int,
         step_tokens: int,
+        max_requests: int | None,
         ratio: NewTokenRatio,
         shares_prefixes: bool,
         times: StepTimes,
@@ -57,6 +59,7 @@ class PrefillChooser:
         self._page_size = capacity.page_size
         self._prefill_tokens = prefill_tokens
         self._step_tokens = step_tokens
+        self._max_requests = max_requests
         self._ratio = ratio
         self._shares_prefixes = shares_prefixes
 
@@ -84,6 +87,7 @@ class PrefillChooser:
             prefill_tokens=self._prefill_tokens,
             prompt_logprob_tokens=self._capacity.prompt_logprob_tokens,
             pooled_tokens=self._pooled_tokens(num_decodes, partial) if shared else None,
+            max_requests=self._max_requests,
         )
         chosen: list[tuple[Request, int]] = []
         promised = [[0] * len(self._capacity.pages_by_group) for _ in table.ranks]

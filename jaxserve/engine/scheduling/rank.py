@@ -101,6 +101,7 @@ class Rank:
         are allocated here. In a model with states, tokens of the prefix may have to be computed again.
         """
         slot = self._free_slots.popleft()
+        self.cache.count_use(node, request.priority)
         num_host_only = self.cache.num_host_only(node)
         cached = (len(pages) + num_host_only) * self.pool.page_size
         state = None
@@ -213,6 +214,7 @@ class Rank:
             request.pages[0][shared:whole],
             shared,
             self._runs(request),
+            request.priority,
         )
         request.num_shared_pages += taken
         if self.windows:
@@ -301,7 +303,7 @@ class Rank:
         self.pool.release(pages[whole:])
         tokens = request.tokens(0, whole * self.pool.page_size)
         runs = self._runs(request)
-        self.cache.insert(request.namespace, tokens, pages[shared:whole], shared, runs)
+        self.cache.insert(request.namespace, tokens, pages[shared:whole], shared, runs, request.priority)
         if self.states is not None:
             self.states.stop(request, len(tokens))
         for window, run in zip(self.windows, runs):

@@ -27,7 +27,7 @@ class Phase(enum.Enum):
 
 
 class Request:
-    """One sequence. `arrival` orders requests; `sampling` always has a seed.
+    """One sequence. `arrival` orders requests; `sampling` always has a seed; a higher `priority` comes first.
 
     `pages` are by KV group. Of the groups with a window, the first `passed[group]` pages have been given up.
     The first `num_shared_pages` of its pages belong to the prefix cache and end at `node`, which the request has
@@ -98,6 +98,7 @@ class Request:
         arrival: int,
         arrived_at: float,
         max_new_tokens: int,
+        priority: int = 0,
         rotation_length: int | None = None,
         grammar: RequestGrammar | None = None,
         thinking: ThinkingCounter | None = None,
@@ -114,7 +115,7 @@ class Request:
         self.sampling = sampling
         self.arrival = arrival
         self.arrived_at = arrived_at
-        self.priority = source.priority
+        self.priority = priority
         self.cache_salt = source.namespace
         self.rotation_length = rotation_length
         self.max_new_tokens = max_new_tokens

@@ -49,7 +49,7 @@ class RequestStates:
         earlier = self._border(request.num_fill_tokens - 1 - NOT_REPEATED)
         borders = self._border(num_pages * self._capacity.page_size), earlier if earlier > known else last
         due = sorted({border for border in borders if border > known})
-        request.state = StateRow(rows.own, known, due)
+        request.state = StateRow(rows.own, known, due, request.priority)
         return rows.source, known
 
     def expect_snapshot(self, request: Request, tokens: list[int], least: int) -> bool:

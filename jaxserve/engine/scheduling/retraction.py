@@ -11,6 +11,7 @@ from jaxserve.api_types import FinishReason, TokenEvent
 from jaxserve.engine.scheduling.admission import NewTokenRatio, pool_exhausted_error
 from jaxserve.engine.scheduling.planner import Planner
 from jaxserve.engine.scheduling.policy import choose_victim
+from jaxserve.engine.scheduling.priorities import Priorities
 from jaxserve.engine.scheduling.request_table import RequestTable
 from jaxserve.engine.scheduling.scheduler_stats import SchedulerStats
 from jaxserve.step_plan import Capacity
@@ -19,7 +20,10 @@ logger = logging.getLogger("jaxserve.engine")
 
 
 class Retraction:
-    """Retracts requests of `table` in the order of `choose_victim`, with or without regard to their priority."""
+    """Retracts requests of `table` in the order of `choose_victim`, with or without regard to their priority.
+
+    With `preempts`, it also retracts them for waiting ones, as `priorities` say.
+    """
 
     def __init__(
         self,
@@ -30,6 +34,8 @@ class Retraction:
         capacity: Capacity,
         *,
         by_priority: bool,
+        preempts: bool,
+        priorities: Priorities,
     ) -> None:
         self._table = table
         self._planner = planner
@@ -37,6 +43,8 @@ class Retraction:
         self._stats = stats
         self._capacity = capacity
         self._by_priority = by_priority
+        self._threshold = priorities.threshold if preempts else None
+        self._priorities = priorities
 
     def retract(self, events: list[TokenEvent], *, in_flight: bool) -> int | None:
         """Prepare the next step; return how many requests were retracted because pages were short.
@@ -114,17 +122,19 @@ class Retraction:
         return num_retracted
 
     def _preempt_for_priority(self, *, in_flight: bool) -> int | None:
-        """Retract requests of lower priority if the first waiting request that generates can't start otherwise.
+        """Retract requests of lower priority, if the first waiting request that generates can't start otherwise.
 
         Return 0, as the retracted requests stand behind it in the queue, so that it may start in the same plan. Return
         None if a step in flight must be committed first.
         """
-        table = self._table
-        first = next(table.waiting.in_order(), None) if self._by_priority else None
+        table, threshold = self._table, self._threshold
+        if threshold is None:
+            return 0
+        first = next(table.waiting.in_order(), None)
         if first is None or any(self._planner.prefills.can_start(first, rank) for rank in table.ranks):
             return 0
         for rank in table.ranks:
-            lower = [request for request in rank.running if request.priority < first.priority]
+            lower = [request for request in rank.running if first.priority - request.priority > threshold]
             if lower and self._planner.prefills.can_start(first, rank, freed=lower):
                 break
         else:
@@ -142,7 +152,7 @@ class Retraction:
             "preempted %d running requests for one of priority %d, #running-req: %d, #queue-req: %d, "
             "total_cumulative_preemption_cnt: %d",
             num_retracted,
-            first.priority,
+            self._priorities.turned(first.priority),
             table.num_running,
             table.num_waiting,
             self._stats.num_preemptions,

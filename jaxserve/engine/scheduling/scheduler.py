@@ -17,16 +17,18 @@ import msgspec
 
 from jaxserve.api_types import EngineRequest, EngineStats, FinishReason, TokenEvent, TokenLogprobs
 from jaxserve.engine.kv_cache.cache_events import CacheEvent, CacheEventRecorder
+from jaxserve.engine.kv_cache.eviction import EvictionPolicy
 from jaxserve.engine.kv_cache.host_tier import HostTier, WritePolicy
 from jaxserve.engine.kv_cache.page_pool import PagePool
 from jaxserve.engine.kv_cache.radix_cache import RadixCache
-from jaxserve.engine.kv_cache.state_pool import StatePool
+from jaxserve.engine.kv_cache.state_pool import ON_DEVICE, StatePool
 from jaxserve.engine.kv_cache.window_pages import WindowPages
 from jaxserve.engine.scheduling import admission
 from jaxserve.engine.scheduling.awaiting import AwaitingRequests
 from jaxserve.engine.scheduling.grammars import Allowed, Grammars, RequestGrammar
 from jaxserve.engine.scheduling.planner import Planner
-from jaxserve.engine.scheduling.policy import Policy, WaitingQueue
+from jaxserve.engine.scheduling.policy import Policy, RetractionPolicy, WaitingQueue
+from jaxserve.engine.scheduling.priorities import Priorities
 from jaxserve.engine.scheduling.rank import Rank
 from jaxserve.engine.scheduling.request import Phase, Request
 from jaxserve.engine.scheduling.request_states import RequestStates
@@ -51,12 +53,14 @@ class Scheduler:
     """Schedules requests within `capacity`, by `policy` and `conservativeness` (see the modules `policy`, `admission`).
 
     On each rank, a step has at most `max_num_batched_tokens` tokens, of which at most `chunked_prefill_size` and at
-    most `max_prefill_tokens` belong to prompts. Requests beyond `limits` are refused. `random_seed` determines the
-    seeds of requests without one. Each rank keeps pages evicted from its prefix cache in `num_host_pages` pages of host
-    memory, by KV group (none if empty), and states in `num_host_states` rows. With `record_cache_events` it records
-    what can be found in it. In a model that keeps a state for each sequence, long prompts leave a snapshot every
-    `state_snapshot_interval` tokens, unless that is 0. Without `grammars`, requests that have one are rejected. With
-    pipeline stages and without `overlap`, no request has two steps in flight; with one stage, that is the caller's
+    most `max_prefill_tokens` belong to prompts, of at most `prefill_max_requests` requests (None: of any number).
+    Requests beyond `limits` are refused. `priorities` say what those of requests mean; the order of retraction depends
+    on them if either this `policy` or `retraction_policy` is `priority`. `random_seed` determines the seeds of requests
+    without one. Each rank keeps pages evicted from its prefix cache, by `eviction_policy`, in `num_host_pages` pages of
+    host memory, by KV group (none if empty), and states in `num_host_states` rows. With `record_cache_events` it
+    records what can be found in it. In a model that keeps a state for each sequence, long prompts leave a snapshot
+    every `state_snapshot_interval` tokens, unless that is 0. Without `grammars`, requests that have one are rejected.
+    With pipeline stages and without `overlap`, no request has two steps in flight; with one stage, that is the caller's
     choice. `clock` returns seconds and measures queue time. Raises `ConfigError` if a limit is so low that nothing
     could ever run.
     """
@@ -71,6 +75,10 @@ class Scheduler:
         limits: admission.QueueLimits | None = None,
         random_seed: int = 0,
         policy: Policy = "fcfs",
+        priorities: Priorities | None = None,
+        retraction_policy: RetractionPolicy = "length",
+        prefill_max_requests: int | None = None,
+        eviction_policy: EvictionPolicy = "lru",
         conservativeness: float = 1.0,
         prefix_cache: bool = True,
         num_host_pages: Sequence[int] = (),
@@ -98,6 +106,7 @@ class Scheduler:
                 num_host_states,
                 host_write_policy,
                 recorder,
+                eviction_policy,
                 prefix_cache=prefix_cache,
                 interval=state_snapshot_interval,
             )
@@ -117,6 +126,7 @@ class Scheduler:
             chunked_prefill_size=chunked_prefill_size,
             max_prefill_tokens=max_prefill_tokens,
             max_num_batched_tokens=max_num_batched_tokens,
+            prefill_max_requests=prefill_max_requests,
             ratio=self._ratio,
             shares_prefixes=prefix_cache,
             mixed_step_seconds=mixed_step_seconds,
@@ -135,8 +145,16 @@ class Scheduler:
         self._events: list[TokenEvent] = []
         self._num_arrived = 0
         self._stats = SchedulerStats(capacity)
+        self._priorities = priorities or Priorities()
         self._retraction = Retraction(
-            self._table, self._planner, self._ratio, self._stats, capacity, by_priority=policy == "priority"
+            self._table,
+            self._planner,
+            self._ratio,
+            self._stats,
+            capacity,
+            by_priority="priority" in (policy, retraction_policy),
+            preempts=policy == "priority",
+            priorities=self._priorities,
         )
 
     def add(self, request: EngineRequest) -> TokenEvent | None:
@@ -169,6 +187,7 @@ class Scheduler:
             arrival=self._num_arrived,
             arrived_at=self._clock(),
             max_new_tokens=admission.max_new_tokens(request, self._capacity),
+            priority=self._priorities.of_request(request.priority),
             rotation_length=self._capacity.rotation_length,
             grammar=grammar,
             thinking=thinking,
@@ -452,21 +471,23 @@ def _make_rank(
     num_host_states: int,
     policy: WritePolicy,
     recorder: CacheEventRecorder | None,
+    eviction_policy: EvictionPolicy,
     *,
     prefix_cache: bool,
     interval: int,
 ) -> Rank:
     size, groups = capacity.page_size, capacity.window_groups
     pool = PagePool(capacity.num_pages, size)
-    windows = [WindowPages(group.num_pages, size, group.window, i) for i, group in enumerate(groups)]
+    windows = [WindowPages(group.num_pages, size, group.window, i, eviction_policy) for i, group in enumerate(groups)]
     copies = [
-        WindowPages(num_pages, size, group.window, len(groups) + i)
+        WindowPages(num_pages, size, group.window, len(groups) + i, eviction_policy)
         for i, (group, num_pages) in enumerate(zip(groups, num_host_pages[1:]))
     ]
-    tier = HostTier(num_host_pages[0] if num_host_pages else 0, size, policy, copies, recorder, num_host_states)
+    num_slots = num_host_pages[0] if num_host_pages else 0
+    tier = HostTier(num_slots, size, policy, copies, recorder, num_host_states, eviction_policy)
     count = None if recorder is None else recorder.count_state
-    states = StatePool(capacity.num_states, count=count) if capacity.num_states else None
-    cache = RadixCache(pool, tier, windows, states, disabled=not prefix_cache)
+    states = StatePool(capacity.num_states, ON_DEVICE, count, eviction_policy) if capacity.num_states else None
+    cache = RadixCache(pool, tier, windows, states, eviction_policy, disabled=not prefix_cache)
     return Rank(index, capacity, cache, pool, None if states is None else RequestStates(capacity, cache, interval))
 
 

@@ -13,13 +13,25 @@ class StateRow:
 
     After the last planned step, `certain` tokens can't be rejected, or up to `unsure` fewer: drafts of steps before it.
     Snapshots of the prompt are `due` at these borders. The last one was taken at `last_snapshot`, or the request
-    `started_at` it. `states` has the row of a snapshot that the request keeps until it stops.
+    `started_at` it. `states` has the row of a snapshot that the request keeps until it stops; it counts as used by this
+    request, of this `priority`.
     """
 
-    __slots__ = ("certain", "due", "last_snapshot", "row", "started_at", "states", "unsure")
+    __slots__ = (
+        "certain",
+        "due",
+        "last_snapshot",
+        "num_uses",
+        "priority",
+        "row",
+        "started_at",
+        "states",
+        "unsure",
+    )
 
-    def __init__(self, row: int, num_tokens: int, due: list[int]) -> None:
+    def __init__(self, row: int, num_tokens: int, due: list[int], priority: int = 0) -> None:
         self.row = row
+        self.num_uses, self.priority = 1, priority
         self.started_at = self.certain = self.last_snapshot = num_tokens
         self.unsure = 0
         self.due = due

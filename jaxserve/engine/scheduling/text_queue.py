@@ -27,8 +27,9 @@ _MOST_PASSED_OVER = 32
 class WaitingText:
     """A text from its arrival to its end."""
 
-    def __init__(self, request: EngineRequest, arrived_at: float) -> None:
+    def __init__(self, request: EngineRequest, arrived_at: float, priority: int = 0) -> None:
         self.request = request
+        self.priority = priority
         self.arrived_at = arrived_at
         self.waits = True
         self.queue_seconds: float | None = None
@@ -49,11 +50,14 @@ class ChosenText(NamedTuple):
 class TextQueue:
     """The waiting texts, in the order of a policy: of `fcfs` by arrival, of `priority` by priority, else by work.
 
-    A step has up to `step_tokens` tokens on each rank, or one longer text.
+    A step has up to `step_tokens` tokens of up to `step_texts` texts on each rank, or one longer text.
     """
 
-    def __init__(self, capacity: Capacity, step_tokens: int, policy: Policy = "lpm", seed: int = 0) -> None:
-        self._capacity = capacity
+    def __init__(
+        self, capacity: Capacity, step_tokens: int, step_texts: int, policy: Policy = "lpm", seed: int = 0
+    ) -> None:
+        self._num_ranks = capacity.num_ranks
+        self._step_texts = step_texts
         self._step_tokens = step_tokens
         self._policy = policy
         self._random = random.Random(seed)
@@ -90,7 +94,7 @@ class TextQueue:
 
     def take(self, now: float) -> list[ChosenText]:
         """Remove the texts of the next step and return them."""
-        step = _StepInTheMaking(self._capacity, self._step_tokens)
+        step = _StepInTheMaking(self._num_ranks, self._step_tokens, self._step_texts)
         half = step.num_free // 2
         for text in self._overdue(now):
             if step.num_free <= half or not step.add(text):
@@ -113,7 +117,7 @@ class TextQueue:
             case "fcfs":
                 return 0.0
             case "priority":
-                return -text.request.priority
+                return -text.priority
             case "random":
                 return self._random.random()
         return work
@@ -131,13 +135,13 @@ class TextQueue:
 
 
 class _StepInTheMaking:
-    """The texts of a step in the making, of at most as many rows and tokens as its programs and the budget allow."""
+    """The texts of a step in the making, of at most so many tokens and texts on each rank."""
 
-    def __init__(self, capacity: Capacity, tokens: int) -> None:
+    def __init__(self, num_ranks: int, tokens: int, texts: int) -> None:
         self.chosen: list[ChosenText] = []
         self._tokens = tokens
-        self._room = [tokens] * capacity.num_ranks
-        self._rows = [capacity.num_slots] * capacity.num_ranks
+        self._room = [tokens] * num_ranks
+        self._rows = [texts] * num_ranks
 
     @property
     def num_free(self) -> int:

@@ -12,7 +12,7 @@ import psutil
 
 from jaxserve.accelerators import nvidia_memory_bytes
 from jaxserve.config.data_parallel import parallelism
-from jaxserve.config.schema import DEFAULT_MEM_FRACTION, EngineConfig
+from jaxserve.config.schema import EngineConfig
 from jaxserve.errors import ConfigError
 from jaxserve.runtime.devices.target import DeviceTarget, load_target
 from pallas_kernels.paged_attention import KernelTarget, target_of
@@ -47,11 +47,7 @@ def reserve_memory(config: EngineConfig) -> None:
     A share that the environment sets is left as it is. Must be called before jax gets its devices.
     """
     if not _arena_setting()[1]:
-        os.environ[_ARENA] = f"{min(_planned_fraction(config) + _ARENA_MARGIN, 1.0):.2f}"
-
-
-def _planned_fraction(config: EngineConfig) -> float:
-    return config.mem_fraction_static or DEFAULT_MEM_FRACTION
+        os.environ[_ARENA] = f"{min(config.memory_fraction + _ARENA_MARGIN, 1.0):.2f}"
 
 
 def _arena_setting() -> tuple[str, str]:
@@ -95,13 +91,13 @@ def facts_of_devices(devices: Sequence[Any], config: EngineConfig) -> DeviceFact
     On a CPU, the devices of the configuration share its memory. Raises `ConfigError` if the environment lets XLA use
     less of a GPU's memory than the deployment plans, or if the memory can't be read.
     """
-    (name, share), planned = _arena_setting(), _planned_fraction(config)
+    (name, share), planned = _arena_setting(), config.memory_fraction
     facts = facts_of_device(devices[0])
     if facts.platform == "cpu":
         divided = parallelism(config)
         used = divided.num_devices * divided.replicas // config.nnodes
         return dataclasses.replace(facts, memory_bytes=facts.memory_bytes // used, max_devices=len(devices))
-    if facts.platform != "tpu" and share and float(share) < planned:
+    if config.kv_cache_memory_bytes is None and facts.platform != "tpu" and share and float(share) < planned:
         raise ConfigError(
             f"{name}={share} lets XLA use less of a GPU than --mem-fraction-static {planned:g} plans: "
             f"unset it, or set --mem-fraction-static to at most {share}"

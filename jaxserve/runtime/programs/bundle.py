@@ -130,7 +130,8 @@ def sized_like_bundle(config: EngineConfig, manifest: BundleManifest) -> EngineC
             f"programs={config.programs} was made for pp_size={stages}, and pp_size is {config.pp_size}: set --pp-size "
             f"{stages}, or make it again with `jaxserve compile --output {config.programs} --pp-size {config.pp_size}`"
         )
-    sizes = {"max_total_tokens": manifest.pool_tokens} if manifest.pool_tokens else {}
+    is_sized = config.pool_tokens is not None or config.kv_cache_memory_bytes is not None
+    sizes = {"max_total_tokens": manifest.pool_tokens} if manifest.pool_tokens and not is_sized else {}
     if manifest.num_states:
         sizes |= {"max_running_requests": manifest.num_slots, "max_mamba_cache_size": manifest.num_states}
     return config.with_defaults(**sizes)

@@ -7,7 +7,6 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from jaxserve.config.data_parallel import Parallelism
@@ -58,12 +57,12 @@ def fit_sizes(
     most_pages = _addressable_pages(backend, model, wanted.capacity, kv_dtype)
     if not any(map(operator.lt, most_pages, wanted.capacity.pages_by_group)):
         return wanted
-    if config.max_total_tokens is None:
+    if config.pool_tokens is None:
         return resolve(config, most_pages=most_pages)
-    fitting = resolve(msgspec.structs.replace(config, max_total_tokens=None), most_pages=most_pages).capacity
+    fitting = resolve(config.with_pool_tokens(None), most_pages=most_pages).capacity
     addressable = fitting.num_pages * config.page_size
     raise ConfigError(
-        f"max_total_tokens={config.max_total_tokens}: attention backend {backend.name} can address only "
+        f"a KV cache of {config.pool_tokens} tokens: attention backend {backend.name} can address only "
         f"{addressable} tokens of an fp8 KV cache whose keys take 2 to 4 GiB; set --max-total-tokens "
         f"{addressable}, or choose another --attention-backend"
     )

@@ -6,7 +6,8 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from jaxserve.config.schema import DEFAULT_MEM_FRACTION, EngineConfig
+from jaxserve.config.schema import EngineConfig
+from jaxserve.config.settings import as_flag
 from jaxserve.errors import ConfigError
 from jaxserve.runtime.sizing.kv_division import KVDivision, expected_tokens
 
@@ -64,7 +65,7 @@ def plan_pool(
     most_pages: Sequence[int] | None = None,
     num_devices: int = 1,
 ) -> PoolPlan:
-    """Size the pools from `--max-total-tokens` or from memory, and fit the context length to them.
+    """Size the pools as settings say or from memory, and fit the context length to them.
 
     `windows` are those of the KV groups, and `most_pages` the most pages that each may have. Without
     `whole_sequences`, all layers of the model have windows. A rank prefills at most `chunk` tokens in a step.
@@ -90,10 +91,26 @@ def plan_pool(
     )
     memory_bound = False
     free = usable_bytes(config, memory_bytes) - footprint.non_pool
-    if config.max_total_tokens is None:
-        # This holds every running request at full length: more would never be used. Pages that cost nothing also hold
-        # as many cached prefixes.
-        usable = max_running * division.pages_for(wanted) * (1 if whole_sequences else 2)
+    # This holds every running request at full length: more is used only if memory for it was asked for. Pages that cost
+    # nothing also hold as many cached prefixes.
+    usable = max_running * division.pages_for(wanted) * (1 if whole_sequences else 2)
+    if (tokens := config.pool_tokens) is not None:
+        num_pages = tokens // page
+        if num_pages < 1:
+            raise ConfigError(f"max_total_tokens={tokens} is less than one page of {page} tokens")
+        _check_memory(config, footprint, division, num_pages, free, memory_bytes)
+    elif (nbytes := config.kv_cache_memory_bytes) is not None:
+        usable = nbytes // (page * footprint.kv_per_token[0]) if footprint.kv_per_token[0] else usable
+        if most_pages is not None:
+            usable = division.largest_within(most_pages, usable)
+        num_pages = division.largest_in(nbytes, usable)
+        if num_pages < 1:
+            raise ConfigError(
+                f"kv_cache_memory_bytes={nbytes} is less than the {division.nbytes(1)} bytes of one page of {page} "
+                "tokens; raise it"
+            )
+        _check_memory(config, footprint, division, num_pages, free, memory_bytes)
+    else:
         if most_pages is not None:
             usable = division.largest_within(most_pages, usable)
         if platform == "cpu":
@@ -108,36 +125,35 @@ def plan_pool(
         memory_bound = num_pages < usable
         if num_pages < min(2, usable):
             raise _insufficient_memory(config, footprint, memory_bytes)
-    else:
-        num_pages = config.max_total_tokens // page
-        if num_pages < 1:
-            raise ConfigError(f"max_total_tokens={config.max_total_tokens} is less than one page of {page} tokens")
-        _check_memory(config, footprint, division, free, memory_bytes)
     fitted = min(wanted, num_pages * page)
     _check_windows(division, num_pages, fitted)
     return PoolPlan(division.pages(num_pages), fitted, memory_bound)
 
 
 def _check_memory(
-    config: EngineConfig, footprint: Footprint, division: KVDivision, free: int, memory_bytes: int
+    config: EngineConfig, footprint: Footprint, division: KVDivision, num_pages: int, free: int, memory_bytes: int
 ) -> None:
-    """Raise `ConfigError` if memory can't hold `--max-total-tokens`.
+    """Raise `ConfigError` if memory can't hold the pages that a setting asks for.
 
     Activations are left out of this check: they are an estimate, and a pool that was seen to run, such as that of a
     bundle, must not be refused for it.
     """
-    tokens = config.max_total_tokens
-    assert tokens is not None
-    taken = division.nbytes(tokens // config.page_size)
+    taken = division.nbytes(num_pages)
     if footprint.weights + footprint.state + taken <= memory_bytes:
         return
-    largest = division.largest_in(free, tokens // config.page_size) * config.page_size
-    if largest < config.page_size:
+    largest = division.largest_in(free, num_pages)
+    if largest < 1:
         raise _insufficient_memory(config, footprint, memory_bytes)
+    fitting = {
+        "kv_cache_memory_bytes": free,
+        "num_gpu_blocks_override": largest,
+        "max_total_tokens": largest * config.page_size,
+    }
+    name = next(name for name in fitting if getattr(config, name) is not None)
     raise ConfigError(
-        f"max_total_tokens={tokens} takes {taken / 2**30:.2f} GiB of each device, but "
+        f"{name}={getattr(config, name)} takes {taken / 2**30:.2f} GiB of each device, but "
         f"{free / 2**30:.2f} of its {memory_bytes / 2**30:.2f} GiB are left for the KV cache: at most "
-        f"--max-total-tokens {largest} fits"
+        f"{as_flag(name)} {fitting[name]} fits"
     )
 
 
@@ -166,4 +182,4 @@ def _insufficient_memory(config: EngineConfig, footprint: Footprint, memory_byte
 
 def usable_bytes(config: EngineConfig, memory_bytes: int) -> int:
     """Return how many bytes of a device's memory a deployment may use, by `--mem-fraction-static`."""
-    return int(memory_bytes * (config.mem_fraction_static or DEFAULT_MEM_FRACTION))
+    return int(memory_bytes * config.memory_fraction)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
-from jaxserve.config.schema import DEFAULT_MEM_FRACTION, EngineConfig
+from jaxserve.config.schema import EngineConfig
 from jaxserve.config.settings import as_flag
 from jaxserve.errors import ConfigError
 from jaxserve.models.config import ModelConfig
@@ -61,7 +61,7 @@ def _candidates(config: EngineConfig, device: DeviceFacts) -> Iterator[tuple[str
     """Yield settings that need less memory or allow more of it to be used, the mildest value of each first."""
     defaults = defaults_of(device)
     for fraction in _FRACTIONS:
-        if fraction > (config.mem_fraction_static or DEFAULT_MEM_FRACTION):
+        if fraction > config.memory_fraction:
             yield "mem_fraction_static", fraction
     if device.platform != "cpu":  # the devices of a CPU share its memory
         ranks = 1 if config.enable_dp_attention else config.dp_size

@@ -72,6 +72,7 @@ def resolve_running(
             fit = CPU_POOL_BYTES // num_devices // each
         else:
             free = usable_bytes(config, device.memory_bytes) - weight_bytes - _LEAST_SNAPSHOTS * state_bytes
+            free -= config.kv_cache_memory_bytes or 0
             fit = free // (each + _EXPECTED_TOKENS * token_bytes)
         running = min(default, max(fit // multiple * multiple, 1))
     return running, running + max(running // 2, _LEAST_SNAPSHOTS)

@@ -35,7 +35,7 @@ class _ModelLimits:
         loaded = state.loaded
         self._model = state.model_name
         self._max_logprobs = state.config.max_logprobs
-        self._policy = state.engine_config.schedule_policy
+        self._uses_priorities = state.engine_config.uses_priorities
         self._vocab_size = 2**31 if loaded is None else loaded.engine.info.vocab_size
         self._max_model_len = 2**31 if loaded is None else loaded.engine.info.max_model_len
         self._num_eos_ids = 0 if loaded is None else len(loaded.tokenizer.eos_ids)
@@ -63,7 +63,7 @@ class _ModelLimits:
                 return {"enum": [self._model]}
             case "num_logprobs":
                 return {"maximum": self._max_logprobs}
-            case "priority" if self._policy != "priority":
+            case "priority" if not self._uses_priorities:
                 return {"enum": [0]}
             case "prompt_ids":
                 return {"minItems": 1, "maxItems": length - 1}

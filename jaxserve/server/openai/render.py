@@ -53,5 +53,5 @@ def _rendered(state: ServerState, request: OpenAIFields, response_id: str, compu
         model=state.model_name,
         stream=bool(request.stream),
         cache_salt=request.cache_salt,
-        priority=request.priority or 0,
+        priority=state.engine_config.default_priority_value if request.priority is None else request.priority,
     )

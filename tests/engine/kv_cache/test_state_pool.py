@@ -11,6 +11,8 @@ from jaxserve.engine.kv_cache.state_pool import IN_HOST_MEMORY, SnapshotOwner, S
 class Owner:
     name: str = ""
     states: list[int | None] = dataclasses.field(default_factory=lambda: [None, None])
+    num_uses: int = 1
+    priority: int = 0
 
 
 def _full(pool: StatePool, place: int = 0) -> list[Owner]:

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from jaxserve.engine.kv_cache.cache_events import CacheEventRecorder
+from jaxserve.engine.kv_cache.eviction import EvictionPolicy
 from jaxserve.engine.kv_cache.host_tier import HostTier, WritePolicy
 from jaxserve.engine.kv_cache.page_pool import PagePool
 from jaxserve.engine.kv_cache.radix_cache import RadixCache
@@ -111,14 +112,17 @@ class WindowMachine(RuleBasedStateMachine):
 
     num_host_pages: tuple[int, ...] = (0, 0)
     policy: WritePolicy = "write_through"
+    eviction: EvictionPolicy = "lru"
 
     def __init__(self) -> None:
         super().__init__()
         capacity = make_capacity(num_pages=12, page_size=SIZE, num_slots=4, window_groups=(WindowGroup(9, WINDOW),))
-        pool, windows = PagePool(12, SIZE), [WindowPages(9, SIZE, WINDOW, 0)]
-        copies = [WindowPages(self.num_host_pages[1], SIZE, WINDOW, 1)] if self.num_host_pages[0] else []
-        tier = HostTier(self.num_host_pages[0], SIZE, self.policy, copies, CacheEventRecorder(SIZE))
-        self.rank = Rank(0, capacity, RadixCache(pool, tier, windows), pool)
+        pool, windows = PagePool(12, SIZE), [WindowPages(9, SIZE, WINDOW, 0, self.eviction)]
+        num_slots, num_copies = self.num_host_pages
+        copies = [WindowPages(num_copies, SIZE, WINDOW, 1, self.eviction)] if num_slots else []
+        recorder = CacheEventRecorder(SIZE)
+        tier = HostTier(num_slots, SIZE, self.policy, copies, recorder, eviction=self.eviction)
+        self.rank = Rank(0, capacity, RadixCache(pool, tier, windows, policy=self.eviction), pool)
         self.held: dict[tuple[int, int], tuple[int, ...]] = {}
         self.host: dict[tuple[int, int], tuple[int, ...]] = {}
         self.running: list[Request] = []
@@ -146,7 +150,10 @@ class WindowMachine(RuleBasedStateMachine):
             return
         self.num_started += 1
         source = make_request(f"r{self.num_started}", tokens)
-        request = Request(source, sampling=source.sampling, arrival=0, arrived_at=0.0, max_new_tokens=99)
+        priority = self.num_started % 3
+        request = Request(
+            source, sampling=source.sampling, arrival=0, arrived_at=0.0, max_new_tokens=99, priority=priority
+        )
         self.running.append(request)
         rank.start(request, node, pages, held)
         self._plan(request, len(tokens))
@@ -213,11 +220,13 @@ class WindowMachine(RuleBasedStateMachine):
 
 class WindowWriteThroughMachine(WindowMachine):
     num_host_pages = (20, 12)
+    eviction = "priority"
 
 
 class WindowWriteBackMachine(WindowMachine):
     num_host_pages = (30, 9)
     policy = "write_back"
+    eviction = "lfu"
 
 
 class TinyWindowTierMachine(WindowMachine):

@@ -139,6 +139,14 @@ def test_rows_are_limited() -> None:
     assert steps(scheduler) == [["0", "1", "2"], ["3", "4"]]
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_texts_of_a_step_are_limited(ranks: int) -> None:
+    scheduler = make(ranks=ranks, prefill_max_requests=2)
+    for i in range(5):
+        scheduler.add(text(str(i), 1))
+    assert [len(step) for step in steps(scheduler)] == ([2, 2, 1] if ranks == 1 else [4, 1])
+
+
 def test_an_aborted_text_ends_once_wherever_it_is() -> None:
     scheduler = make()
     scheduler.add(text("a", 60))

@@ -10,8 +10,9 @@ from tests.engine.conftest import make_request
 
 
 def _request(arrival: int, *, prompt: int = 4, outputs: int = 0, priority: int = 0) -> Request:
-    source = make_request(f"r{arrival}", prompt, priority=priority)
-    request = Request(source, sampling=source.sampling, arrival=arrival, arrived_at=0.0, max_new_tokens=10)
+    source = make_request(f"r{arrival}", prompt)
+    options = {"arrival": arrival, "arrived_at": 0.0, "max_new_tokens": 10, "priority": priority}
+    request = Request(source, sampling=source.sampling, **options)  # type: ignore[arg-type]
     request.output_ids = [0] * outputs
     return request
 

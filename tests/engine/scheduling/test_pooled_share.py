@@ -36,7 +36,12 @@ class TimedExecutor(FakeExecutor):
 
 
 def make_loop(
-    share: float, *, limits: QueueLimits | None = None, policy: Policy = "fcfs", **options: object
+    share: float,
+    *,
+    limits: QueueLimits | None = None,
+    policy: Policy = "fcfs",
+    prefill_max_requests: int | None = None,
+    **options: object,
 ) -> tuple[EngineLoop, Scheduler, TimedExecutor]:
     capacity = make_capacity(
         num_slots=8, num_pages=1000, page_size=4, max_model_len=600, decode_buckets=(8,), token_buckets=(16, 64, 256),
@@ -45,7 +50,8 @@ def make_loop(
     executor = TimedExecutor(capacity)
     scheduler = Scheduler(
         capacity, chunked_prefill_size=256, max_prefill_tokens=256, max_num_batched_tokens=256,
-        pooled_time_share=share, limits=limits, policy=policy, clock=lambda: executor.now,
+        pooled_time_share=share, limits=limits, policy=policy, prefill_max_requests=prefill_max_requests,
+        clock=lambda: executor.now,
     )  # fmt: skip
     return EngineLoop(scheduler, executor, overlap=False), scheduler, executor
 
@@ -170,6 +176,18 @@ def test_pooled_requests_go_on_beside_prompts_without_answers_and_these_are_fast
     assert 10 < ended["text"] < 60, "texts have their share, and no more while chats come"
     while loop.has_work:
         loop.step()
+
+
+@pytest.mark.parametrize("share", [0.1, 1.0])
+def test_one_prompt_a_step_lets_chats_and_pooled_requests_end(share: float) -> None:
+    loop, _, executor = make_loop(share, prefill_max_requests=1)
+    for i in range(8):
+        loop.add(pooled(f"text{i}", 300))
+    ended = run_chats(loop, 60)
+    while loop.has_work:
+        loop.step()
+    assert len([name for name in ended if name.startswith("chat")]) == 4
+    assert max(sum(chunk.tokens is not None for chunk in plan.chunks) for plan in executor.plans) == 1
 
 
 def test_pooled_requests_start_by_priority_and_preempt_no_chat() -> None:

@@ -262,6 +262,24 @@ def test_at_most_one_prompt_is_partly_planned() -> None:
     assert shape(planned(scheduler)) == [("a", 13, 1), ("b", 12, 1), ("c", 0, 8)]
 
 
+def test_the_requests_whose_prompts_a_step_computes_are_limited() -> None:
+    scheduler = make_scheduler(chunked_prefill_size=16, prefill_max_requests=2)
+    for name, length in (("a", 4), ("b", 20), ("c", 4), ("d", 4)):
+        scheduler.add(make_request(name, length))
+    assert shape(planned(scheduler)) == [("a", 0, 4), ("b", 0, 12)]
+    assert shape(planned(scheduler)) == [("a", 4, 1), ("b", 12, 8), ("c", 0, 4)]
+    assert shape(planned(scheduler))[-1] == ("d", 0, 4)
+
+
+def test_a_step_computes_one_of_several_prompts_with_the_same_beginning() -> None:
+    scheduler = make_scheduler(prefill_max_requests=1)
+    prompt = make_request("same", 40).prompt_ids
+    requests = [make_request(name, prompt, max_tokens=2) for name in "abc"]
+    events, executor = run(scheduler, *requests)
+    assert last_events(events).keys() == set("abc")
+    assert max(sum(chunk.tokens is not None for chunk in plan.chunks) for plan in executor.plans) == 1
+
+
 def test_partly_planned_prompts_are_retracted_for_decodes_and_restart() -> None:
     capacity = make_capacity(num_slots=2, num_pages=9, decode_buckets=(2,))
     requests = [make_request("a", 8, max_tokens=20), make_request("b", 20, max_tokens=4)]

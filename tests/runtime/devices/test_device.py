@@ -69,7 +69,8 @@ def test_an_arena_smaller_than_the_plan_is_refused(name: str, monkeypatch: pytes
     gpu = _attached("gpu", 2**30, compute_capability="9.0")
     with pytest.raises(ConfigError, match=rf"{name}=0.5 lets XLA use less .* --mem-fraction-static 0.88 plans"):
         facts_of_devices([gpu], EngineConfig())
-    assert facts_of_devices([gpu], EngineConfig(mem_fraction_static=0.5)).memory_bytes == 2**31
+    for settings in ({"mem_fraction_static": 0.5}, {"kv_cache_memory_bytes": 2**20}):
+        assert facts_of_devices([gpu], EngineConfig(**settings)).memory_bytes == 2**31
     assert facts_of_devices([_attached("tpu", 2**30)], EngineConfig()).memory_bytes == 2**30
 
 
@@ -86,18 +87,19 @@ def test_stages_have_devices_of_all_hosts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fraction", "before", "arena"),
+    ("settings", "before", "arena"),
     [
-        (None, {}, "0.92"),
-        (None, {"XLA_CLIENT_MEM_FRACTION": ""}, "0.92"),
-        (0.99, {}, "1.00"),
-        (0.5, {"XLA_CLIENT_MEM_FRACTION": "0.7"}, "0.7"),
+        ({}, {}, "0.92"),
+        ({}, {"XLA_CLIENT_MEM_FRACTION": ""}, "0.92"),
+        ({"mem_fraction_static": 0.99}, {}, "1.00"),
+        ({"mem_fraction_static": 0.5}, {"XLA_CLIENT_MEM_FRACTION": "0.7"}, "0.7"),
+        ({"kv_cache_memory_bytes": 2**30}, {}, "0.99"),
     ],
 )
 def test_the_arena_of_a_gpu_holds_the_planned_memory(
-    fraction: float | None, before: dict[str, str], arena: str, monkeypatch: pytest.MonkeyPatch
+    settings: dict[str, Any], before: dict[str, str], arena: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     environment = dict(before)
     monkeypatch.setattr(devices.os, "environ", environment)
-    reserve_memory(EngineConfig(mem_fraction_static=fraction))
+    reserve_memory(EngineConfig(**settings))
     assert environment["XLA_CLIENT_MEM_FRACTION"] == arena

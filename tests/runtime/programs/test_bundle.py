@@ -120,7 +120,8 @@ def test_a_folder_that_is_no_bundle_is_refused(tmp_path: Path, whole: Path) -> N
 def test_the_pool_size_is_that_of_the_bundle_unless_it_is_set(whole: Path) -> None:
     manifest = read_manifest(whole)
     assert sized_like_bundle(EngineConfig(), manifest).max_total_tokens == 80
-    assert sized_like_bundle(EngineConfig(max_total_tokens=16), manifest).max_total_tokens == 16
+    for size in ("max_total_tokens", "num_gpu_blocks_override", "kv_cache_memory_bytes"):
+        assert sized_like_bundle(config := EngineConfig(**{size: 16}), manifest) == config
 
 
 def _as_for_target(manifest: dict[str, Any]) -> None:

@@ -93,6 +93,33 @@ def test_max_total_tokens_decides_and_the_context_is_fitted() -> None:
     assert _plan(EngineConfig(max_total_tokens=1000)) == PoolPlan((62,), 992)
 
 
+def test_pages_decide_as_tokens_do() -> None:
+    assert _plan(EngineConfig(num_gpu_blocks_override=62)) == _plan(EngineConfig(max_total_tokens=1000))
+    assert _plan(EngineConfig(num_gpu_blocks_override=1, page_size=64)).pages == (1,)
+
+
+@pytest.mark.parametrize("platform", ["cuda", "cpu"])
+def test_bytes_decide_whatever_running_requests_can_fill_and_whatever_share_of_memory_is_used(platform: str) -> None:
+    options: dict[str, Any] = {"platform": platform, "memory_bytes": 2000 * MIB, "max_running": 1}
+    plan = _plan(EngineConfig(kv_cache_memory_bytes=1600 * MIB), **options)
+    assert plan.pages == (1600 * MIB // (16 * (MIB // 100)),)
+    assert not plan.memory_bound
+    assert _plan(EngineConfig(kv_cache_memory_bytes=1600 * MIB), most_pages=(99,), **options).pages == (99,)
+    groups = _plan_groups(EngineConfig(kv_cache_memory_bytes=100 * MIB))
+    assert 0 <= 100 * MIB - 16 * (groups.pages[0] * 1000 + groups.pages[1] * 5000) < 16 * 6000
+    assert _plan_groups(EngineConfig(kv_cache_memory_bytes=1600 * MIB), whole=0, **options).pages[0] == 2 * 512
+
+
+@pytest.mark.parametrize("name", ["max_total_tokens", "num_gpu_blocks_override", "kv_cache_memory_bytes"])
+def test_a_pool_that_memory_can_not_hold_is_refused_with_one_that_it_can(name: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"{name}=2147483647 takes .* of each device, .* at most --\S+ \d+ fits"
+    ) as error:
+        _plan(EngineConfig(**{name: 2**31 - 1}))
+    fitting = int(str(error.value).split()[-2])
+    assert (FOOTPRINT.non_pool + _plan(EngineConfig(**{name: fitting})).pages[0] * 16 * (MIB // 100)) <= 1000 * MIB
+
+
 def test_a_cpu_takes_a_capped_share() -> None:
     def pages(available: int) -> int:
         footprint = dataclasses.replace(FOOTPRINT, activations=0, kv_per_token=(1024,))
@@ -108,6 +135,7 @@ def test_a_cpu_takes_a_capped_share() -> None:
     [
         ({"context_length": 8193}, {}, "context_length=8193 is longer than the model's 8192.*--context-length"),
         ({"max_total_tokens": 15}, {}, "max_total_tokens=15 is less than one page of 16"),
+        ({"kv_cache_memory_bytes": 99}, {}, "kv_cache_memory_bytes=99 is less than the 167760 bytes of one page of 16"),
     ],
 )
 def test_impossible_settings_are_refused(config: dict[str, Any], options: dict[str, Any], message: str) -> None:

@@ -25,7 +25,7 @@ _GPU, _CPU = (DeviceFacts(KernelTarget(platform), 80 * 2**30) for platform in ("
 def resolve(device: DeviceFacts, *, state_bytes: int | None = 60 * _MIB, **settings: Any) -> tuple[int, int]:
     cpu = device.platform == "cpu"
     return resolve_running(
-        EngineConfig(mem_fraction_static=0.9, **settings),
+        EngineConfig(**{"mem_fraction_static": 0.9} | settings),
         device,
         default=32 if cpu else 256,
         multiple=1 if cpu else 8,
@@ -43,6 +43,12 @@ def test_memory_is_divided_between_states_and_tokens() -> None:
     free = int(80 * 2**30 * 0.9) - 36 * 2**30 - 8 * 60 * _MIB
     each = 12 * _MIB + 90 * _MIB + 4096 * 20 * 1024
     assert running * each <= free < (running + 8) * each
+
+
+def test_bytes_of_the_kv_cache_are_left_out_of_what_states_get() -> None:
+    few, many = (resolve(_GPU, mem_fraction_static=None, kv_cache_memory_bytes=size)[0] for size in (20 * 2**30, 2**20))
+    each = 102 * _MIB + 4096 * 20 * 1024
+    assert abs((many - few) * each - 20 * 2**30) < 9 * each
 
 
 def test_a_cpu_keeps_as_many_bytes_of_states_as_of_tokens() -> None:

@@ -197,7 +197,7 @@ async def test_priority_and_cache_salt_reach_the_engine(path: str, prompt: dict[
         assert {(request.priority, request.namespace) for request in submitted} == {(-7, "tenant")}
         count = len(submitted)
         await server.http.post(f"/v1/{path}", json=prompt | {"max_tokens": 1})
-        assert {(request.priority, request.namespace) for request in submitted[count:]} == {(0, "")}
+        assert {(request.priority, request.namespace) for request in submitted[count:]} == {(None, "")}
 
 
 async def test_logprobs_in_the_legacy_shape(server: ServerUnderTest):
