@@ -48,6 +48,20 @@ async def test_a_chunk_has_the_tokens_of_the_interval(
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == whole["choices"][0]["text"]
 
 
+async def test_every_route_has_the_interval():
+    asked = {"max_tokens": 20, "messages": chat.HELLO, "stream": True}
+    expected = [1, 6, 6, 6, 1]
+    async with over_asgi(stream_interval=6) as server:
+        chunks = await chunks_of(server, "/v1/chat/completions", **asked)
+        further = await chunks_of(server, "/v1/chat/completions", **asked, stream_interval=9)
+        blocks = anthropic.events(await server.http.post("/v1/messages", json=asked))
+        items = await responses.stream(server, max_output_tokens=20)
+    texts = [[chunk["choices"][0]["delta"]["content"] for chunk in chunks[1:]] for chunks in (chunks, further)]
+    texts.append([event["delta"]["text"] for event in blocks if event["type"] == "content_block_delta"])
+    texts.append([event["delta"] for event in items if event["type"] == "response.output_text.delta"])
+    assert [[*map(len, found)] for found in texts] == [expected, [1, 9, 9, 1], expected, expected]
+
+
 async def test_each_sequence_of_generate_may_have_its_interval():
     sampling = [{"max_new_tokens": 8, "stream_interval": asked} for asked in (None, 1, 5)]
     async with over_asgi(stream_interval=3) as server:

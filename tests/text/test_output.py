@@ -213,3 +213,15 @@ def test_what_was_added_is_as_if_it_had_come_at_once():
     assert output.delta == OutputDelta(
         "abc", [5, 6, 7], entries, [0, 1, 2], [None, entries[2]], FinishReason.STOP, "x", "x", Usage(2, 3)
     )
+
+
+def test_outputs_that_follow_each_other_become_one():
+    entries = [TokenLogprobs(token, -1.0, [], []) for token in range(3)]
+    held = OutputDelta("a", [5], entries[:1], [0])
+    held.extend(OutputDelta("bc", [6, 7], entries[1:], [1, 2], [None], cached_tokens=3))
+    end = OutputDelta(finish_reason=FinishReason.STOP, stop_reason="x", matched_stop="y", usage=Usage(2, 3))
+    end.error, end.abort = "e", True
+    held.extend(end)
+    expected = OutputDelta("abc", [5, 6, 7], entries, [0, 1, 2], [None], FinishReason.STOP, "x", "y", Usage(2, 3), 3)
+    expected.error, expected.abort = "e", True
+    assert held == expected

@@ -123,6 +123,14 @@ async def test_log_probabilities_are_those_of_the_text():
     assert plain["output"][1]["content"][0]["logprobs"] == []
 
 
+async def test_tokens_of_log_probabilities_may_be_written_as_ids():
+    async with over_asgi(engine=writes("Hi."), return_tokens_as_token_ids=True) as server:
+        response = await ask_both_ways(server, top_logprobs=1)
+    entries = response["output"][0]["content"][0]["logprobs"]
+    assert [entry["token"] for entry in entries] == [f"token_id:{byte}" for byte in b"Hi."]
+    assert [one["token"] for entry in entries for one in entry["top_logprobs"]] == [entry["token"] for entry in entries]
+
+
 @pytest.mark.parametrize(
     ("reasoning", "shown"),
     [({"effort": "none"}, "<think>\n\n</think>"), ({"effort": "high"}, "assistant: "), ({}, "assistant: ")],
