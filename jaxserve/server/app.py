@@ -24,7 +24,7 @@ from jaxserve.server.admin.profile import (
 from jaxserve.server.anthropic.messages import count_tokens, messages
 from jaxserve.server.anthropic.protocol import CountTokensRequest, MessagesRequest
 from jaxserve.server.anthropic.responses import MessageResponse, TokenCount
-from jaxserve.server.errors import cors_is_off, to_http_error
+from jaxserve.server.errors import cors_is_off
 from jaxserve.server.http.auth import BearerAuth
 from jaxserve.server.http.endpoint import BodilessEndpoint, BodilessHandler, JsonEndpoint, JsonHandler
 from jaxserve.server.http.exchange import HttpExchange
@@ -85,6 +85,10 @@ class _App(Router):
     It is no `Starlette`, as every streamed token would pass through its error middleware; our routes answer errors.
     """
 
+    def __init__(self, state: ServerState, routes: list[Route], middleware: list[Middleware]) -> None:
+        self._state = state
+        super().__init__(routes, redirect_slashes=False, middleware=middleware)
+
     async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request, inside the middleware."""
         scope["app"] = self  # without it, starlette answers unknown routes itself, in plain text
@@ -97,8 +101,11 @@ class _App(Router):
                 await self.app(scope, receive, send)
                 return
             is_preflight = any(name == b"access-control-request-method" for name, _ in scope["headers"])
-            await HttpExchange(scope, receive, send).respond_error(
-                cors_is_off() if error.status_code == 405 and is_preflight else to_http_error(error)
+            exchange = HttpExchange(scope, receive, send)
+            await exchange.respond_error(
+                cors_is_off()
+                if error.status_code == 405 and is_preflight
+                else self._state.http_error(error, exchange.request_id)
             )
 
 
@@ -136,7 +143,7 @@ def make_app(state: ServerState) -> Router:
         )
     if state.config.api_key is not None:
         middleware.append(Middleware(BearerAuth, api_key=state.config.api_key))
-    return _App(routes, redirect_slashes=False, middleware=middleware)
+    return _App(state, routes, middleware)
 
 
 _FLUSH = "Empty the prefix cache"

@@ -17,6 +17,7 @@ from jaxserve.config.server_schema import ServerConfig
 from jaxserve.errors import ConfigError, JaxserveError
 from jaxserve.server.lifecycle import Lifecycle, log_ready, url_of
 from jaxserve.server.loading import ModelLoader, fetch_model, load_model
+from jaxserve.server.request_log import RequestLog
 from jaxserve.server.server_state import LoadedModel, ServerState
 
 if TYPE_CHECKING:
@@ -32,10 +33,13 @@ def serve(
     load: ModelLoader = load_model,
     engine_module: str = "jaxserve.worker",
 ) -> int:
-    """Serve until a signal or the engine's death, and return the exit code. Raises `ConfigError` if binding fails.
+    """Serve until a signal or the engine's death, and return the exit code. Raises `ConfigError` if binding fails, or
+    if requests can't be logged as the settings say.
 
     `load` is a function of a module, which every API process calls. Engine processes run `engine_module`.
     """
+    if server_config.api_server_count > 1 and server_config.log_requests:
+        RequestLog(server_config)  # where they can't write, the API processes shouldn't start
     listener = _bind(server_config)
     # Each text is tokenized by the thread that asks for it: in a shared pool, short texts would wait for long ones.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

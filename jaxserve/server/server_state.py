@@ -24,8 +24,9 @@ from jaxserve.config.server_schema import ServerConfig
 from jaxserve.errors import EngineDeadError
 from jaxserve.model_source.pooling import ModelTask
 from jaxserve.observability.metrics import Metrics
-from jaxserve.server.errors import UnavailableError
+from jaxserve.server.errors import HttpError, UnavailableError, to_http_error
 from jaxserve.server.refusals import Refusals
+from jaxserve.server.request_log import RequestLog
 from jaxserve.server.response_store import ResponseStore, StoredResponse
 from jaxserve.server.siblings import (
     AbortQuestion,
@@ -139,6 +140,7 @@ class ServerState:
     """The state of a server with one model. `set_loaded` makes it ready; `mark_draining` and `mark_dead` end it.
 
     `siblings` are the other API processes. Metrics are kept in files of `metrics_dir`, if it is given, for all of them.
+    Raises `ConfigError` if requests can't be logged as the settings say.
     """
 
     def __init__(
@@ -159,6 +161,7 @@ class ServerState:
             "gpu_memory_utilization": str(engine_config.mem_fraction_static),
         }
         self.metrics = Metrics(self.model_name, self._reading, cache_config, self._replicas, metrics_dir)
+        self.request_log = RequestLog(config) if config.log_requests else None
         self.refusals = Refusals(
             self._reading,
             engine_config.max_num_queued_reqs,
@@ -203,6 +206,10 @@ class ServerState:
     def loaded(self) -> LoadedModel | None:
         """The loaded model, None while it is loading."""
         return self._loaded
+
+    def http_error(self, error: Exception, request_id: str) -> HttpError:
+        """Return the response for an error of a request."""
+        return to_http_error(error, request_id if self.config.log_error_stack else None)
 
     def set_loaded(self, loaded: LoadedModel) -> None:
         """Serve requests from now on."""

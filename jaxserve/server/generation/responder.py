@@ -19,6 +19,7 @@ from jaxserve.api_types import EngineRequest, Usage
 from jaxserve.server.errors import HttpError
 from jaxserve.server.generation.answers import AnswerPart, AnswerPlan, AnswerReader
 from jaxserve.server.generation.generation import Generation
+from jaxserve.server.generation.logged import logged_request
 from jaxserve.server.http.exchange import HttpExchange
 from jaxserve.server.http.sse import DONE, EventStream, error_event
 from jaxserve.server.server_state import LoadedModel, ServerState
@@ -135,10 +136,11 @@ async def respond(
     if plan is not None and plan.reads_special_tokens:
         requests = [_with_special_tokens(request) for request in requests]
     choices = [ResponseChoice(index, request.prompt_ids, plan) for index, request in enumerate(requests)]
-    generation = Generation(state, loaded, requests, exchange.arrival)
+    logged = logged_request(state, loaded, exchange, requests, ids, stream=stream)
+    generation = Generation(state, loaded, requests, exchange.arrival, logged)
     with state.abortable((*ids, exchange.request_id), generation, parts):
         if stream:
-            await _stream(generation, exchange, choices, shape, requests[0].sampling.n)
+            await _stream(state, generation, exchange, choices, shape, requests[0].sampling.n)
             return
 
         async def keep(index: int, delta: OutputDelta) -> None:
@@ -154,9 +156,19 @@ async def respond(
 
 
 async def _stream(
-    generation: Generation, exchange: HttpExchange, choices: list[ResponseChoice], shape: ResponseShape, n: int
+    state: ServerState,
+    generation: Generation,
+    exchange: HttpExchange,
+    choices: list[ResponseChoice],
+    shape: ResponseShape,
+    n: int,
 ) -> None:
-    out, shows_all = EventStream(exchange.send, shape.error_event), shape.shows_all
+    shows_all = shape.shows_all
+
+    def encode_error(error: Exception) -> bytes:
+        return shape.error_event(state.http_error(error, exchange.request_id))
+
+    out = EventStream(exchange.send, encode_error)
 
     async def send(index: int, delta: OutputDelta) -> None:
         choice = choices[index]

@@ -12,7 +12,7 @@ from types import TracebackType
 
 from starlette.types import Send
 
-from jaxserve.server.errors import HttpError, to_http_error
+from jaxserve.server.errors import HttpError
 
 DONE = b"data: [DONE]\n\n"
 
@@ -34,13 +34,13 @@ def error_event(error: HttpError) -> bytes:
 class EventStream:
     """Writes events that are already encoded (`data: …\\n\\n`, one or several joined).
 
-    As a context manager, it ends a stream that has begun with an error event if its body raises; before the first event
-    it lets the error pass.
+    As a context manager, it ends a stream that has begun with the event that `encode_error` makes of what its body
+    raises; before the first event it lets the error pass.
     """
 
     __slots__ = ("_encode_error", "_send", "_started")
 
-    def __init__(self, send: Send, encode_error: Callable[[HttpError], bytes] = error_event) -> None:
+    def __init__(self, send: Send, encode_error: Callable[[Exception], bytes]) -> None:
         self._send = send
         self._encode_error = encode_error
         self._started = False
@@ -53,7 +53,7 @@ class EventStream:
     ) -> bool:
         if not self._started or not isinstance(error, Exception):
             return False
-        await self.finish(self._encode_error(to_http_error(error)))
+        await self.finish(self._encode_error(error))
         return True
 
     async def write(self, events: bytes) -> None:
