@@ -38,8 +38,8 @@ def serve(
 
     `load` is a function of a module, which every API process calls. Engine processes run `engine_module`.
     """
-    if server_config.api_server_count > 1 and server_config.log_requests:
-        RequestLog(server_config)  # where they can't write, the API processes shouldn't start
+    if server_config.log_requests:
+        RequestLog(server_config)  # raises before anything starts, which may be several API processes
     listener = _bind(server_config)
     # Each text is tokenized by the thread that asks for it: in a shared pool, short texts would wait for long ones.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
