@@ -112,3 +112,17 @@ def test_a_wrong_file_is_named(text: str | None, why: str, tmp_path: Path) -> No
         config.write_text(text)
     with pytest.raises(ConfigError, match=rf"--log-config-file {config} can't be used: .*{why}"):
         log.setup("info", config_file=str(config))
+
+
+@pytest.mark.usefixtures("own_handlers")
+def test_a_file_that_names_no_logger_of_ours_leaves_lines_to_the_root(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    existing = logging.getLogger("jaxserve.engine")
+    log.setup("info")
+    config = tmp_path / "log.json"
+    config.write_text('{"version": 1, "loggers": {"other": {"level": "INFO"}}}')
+    log.setup("info", config_file=str(config))
+    existing.info("to the root")
+    assert "to the root" in caplog.text
+    assert capsys.readouterr().err == ""

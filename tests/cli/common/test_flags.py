@@ -30,6 +30,7 @@ NEEDS = {
     "hicache_write_policy": ["--enable-hierarchical-cache"],
     "speculative_model": ["--speculative-method=draft"],
     **{name: ["--allowed-origins=*"] for name in ("allowed_methods", "allowed_headers", "allow_credentials")},
+    **{name: ["--log-requests"] for name in ("log_requests_level", "log_requests_target", "max_log_len")},
     "dist_init_addr": ["--nnodes=16", "--dp-size=16"],
     "nnodes": ["--dist-init-addr=host:5000", "--dp-size=16"],
     "node_rank": ["--dist-init-addr=host:5000", "--dp-size=32", "--nnodes=32"],
@@ -44,6 +45,7 @@ VALUES = {
     "kv_events_config": '{"publisher": "zmq"}',
     "hf_overrides": '{"num_labels": 1}',
     "ssl_cert_reqs": "1",
+    "log_requests_level": "2",
     "metrics_prefix": "vllm",
 }
 
