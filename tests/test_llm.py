@@ -55,6 +55,9 @@ def test_settings_are_checked_before_anything_is_loaded() -> None:
         LLM(max_num_seq=8)
     with pytest.raises(ConfigError, match="port is a setting of `jaxserve serve`"):
         LLM(port=8000)
+    for setting in ({"log_config_file": "log.json"}, {"soft_watchdog_timeout": 60}):
+        with pytest.raises(ConfigError, match=f"{next(iter(setting))} is of processes that jaxserve starts"):
+            LLM(**setting)
     with pytest.raises(ConfigError, match="LoRA is not built yet"):
         LLM(enable_lora=True)
 

@@ -24,7 +24,7 @@ def main(argv: list[str]) -> int:
     """Run the command and return the server's exit code."""
     loaded = flags.config_from_arguments(parser().parse(argv))
     host.check_can_serve()
-    log.setup(loaded.engine.log_level)
+    log.setup(loaded.engine.log_level, config_file=loaded.engine.log_config_file)
     for note in loaded.notes:
         logger.warning(note)
 

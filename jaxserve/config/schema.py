@@ -419,6 +419,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="lowest severity of log lines that are written")
     ] = "info"
+    log_config_file: Annotated[
+        str | None, Meta(description="JSON file for Python's logging.config.dictConfig, instead of lines on stderr")
+    ] = None
 
     def with_defaults(self, **values: Any) -> EngineConfig:
         """Return a copy in which settings that are None have these values."""

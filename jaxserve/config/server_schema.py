@@ -238,7 +238,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         int,
         Meta(
             description="what log_requests logs; 0: ids, counts and times; 1: sampling options, too; 2: the first "
-            "characters of prompts and answers, too; 3: all of them"
+            "characters of prompts and answers, too; 3: the whole texts"
         ),
     ] = 1
     log_requests_format: Annotated[Literal["text", "json"], Meta(description="form of the lines of log_requests")] = (
@@ -249,14 +249,12 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Meta(description="where the lines of log_requests go: stdout, or folders with a file each; default: the log"),
     ] = ()
     max_log_len: Annotated[
-        int | None, Meta(description="most characters of a prompt or answer in log_requests; default: 2048 at level 2")
+        int | None,
+        Meta(description="most characters of each prompt and answer in log_requests; default: 2048 at level 2"),
     ] = None
-    log_error_stack: Annotated[bool, Meta(description="log the traceback of each error that a request is answered")] = (
-        False
-    )
-    log_config_file: Annotated[
-        str | None, Meta(description="JSON file for Python's logging.config.dictConfig, instead of lines on stderr")
-    ] = None
+    log_error_stack: Annotated[
+        bool, Meta(description="log the traceback of each error that a request is answered with")
+    ] = False
     disable_fastapi_docs: Annotated[bool, Meta(description="don't serve /openapi.json")] = False
     max_body_bytes: Annotated[int, Meta(description="maximum size of a request body; larger ones are answered 413")] = (
         16 * 2**20
@@ -286,6 +284,15 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         self._check_listening()
         check_metric_settings(self.metrics_prefix, self.extra_metric_labels, self.custom_histogram_buckets)
         read_override(self.override_generation_config or {})
+        if not self.log_requests and (
+            (self.log_requests_level, self.log_requests_format, self.log_requests_target, self.max_log_len)
+            != (1, "text", (), None)
+        ):
+            raise ConfigError(
+                "log_requests_level, log_requests_format, log_requests_target and max_log_len need log_requests"
+            )
+        if not all(self.log_requests_target):
+            raise ConfigError("log_requests_target has an empty text; name stdout or a folder")
         check_ranges(self, SERVER_RANGES)
 
     def _check_listening(self) -> None:

@@ -57,6 +57,8 @@ from jaxserve.text.tokenizers.served_tokenizer import load_served_tokenizer
 
 logger = logging.getLogger(__name__)
 
+_OF_ENGINE_PROCESSES = ("log_config_file", "soft_watchdog_timeout")
+
 
 class LLM:
     """A loaded model that generates text. Raises `ConfigError`, `ModelNotFoundError`.
@@ -73,6 +75,11 @@ class LLM:
             name = value.setting.name
             if value.setting.owner is ServerConfig and value.source != "default" and name not in SHARED_SERVER_SETTINGS:
                 raise ConfigError(f"{name} is a setting of `jaxserve serve`; LLM has no server")
+            if name in _OF_ENGINE_PROCESSES and value.source != "default":
+                raise ConfigError(
+                    f"{name} is of processes that jaxserve starts; LLM runs in yours: leave it out, and use Python's "
+                    "logging and faulthandler"
+                )
         for note in loaded.notes:
             logger.warning(note)
         config = require_single_process(loaded.engine, "LLM")

@@ -1,15 +1,20 @@
 """The format of jaxserve's log lines, the same in every process, and the two lines that show the state of the batch.
 
-Owns only the handler of the `jaxserve` logger: other libraries keep their own loggers and levels.
+Owns only the handler of the `jaxserve` logger: other libraries keep their own loggers and levels, unless a file of the
+user's says otherwise.
 """
 
 from __future__ import annotations
 
+import json
 import logging
+import logging.config
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from jaxserve.api_types import StageTimes
+from jaxserve.errors import ConfigError
 from jaxserve.observability.acceptance import Acceptance
 from jaxserve.observability.stage_times import busy_text
 
@@ -17,18 +22,38 @@ _FORMAT = "[%(asctime)s{}] %(levelname)s %(message)s"
 _TIME = "%Y-%m-%d %H:%M:%S"
 
 
-def setup(level: str, process: str = "") -> None:
+def setup(level: str, process: str = "", config_file: str | None = None) -> None:
     """Write the lines of `jaxserve` loggers from `level` (debug, info, warning, error) up to stderr.
 
     May be called again. Each line names `process` if it is given, for kinds of processes that run several times.
+    With `config_file`, that file says instead where lines go; it may set other levels. Raises `ConfigError` if it can't
+    be used.
     """
     logger = logging.getLogger("jaxserve")
+    logger.setLevel(level.upper())
+    if config_file is not None:
+        logger.handlers.clear()
+        logger.propagate = True
+        _apply(config_file)
+        return
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter(_FORMAT.format(f" {process}" if process else ""), _TIME))
     logger.handlers[:] = [handler]
-    logger.setLevel(level.upper())
     # Else a handler of the root logger, set by another library, would write every line a second time
     logger.propagate = False
+
+
+def _apply(config_file: str) -> None:
+    try:
+        config = json.loads(Path(config_file).read_text(encoding="utf-8"))
+        # By default Python silences all loggers that exist already and aren't named, as most of ours
+        logging.config.dictConfig({"disable_existing_loggers": False, **config})
+    except (OSError, ValueError, TypeError, AttributeError, ImportError, RecursionError) as error:
+        cause = f": {error.__cause__}" if error.__cause__ is not None else ""
+        raise ConfigError(
+            f"--log-config-file {config_file} can't be used: {error}{cause}; it must be JSON for Python's "
+            "logging.config.dictConfig"
+        ) from error
 
 
 def prefill_line(

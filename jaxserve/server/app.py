@@ -23,7 +23,7 @@ from jaxserve.server.admin.profile import (
 from jaxserve.server.anthropic.messages import count_tokens, messages
 from jaxserve.server.anthropic.protocol import CountTokensRequest, MessagesRequest
 from jaxserve.server.anthropic.responses import MessageResponse, TokenCount
-from jaxserve.server.errors import cors_is_off, to_http_error
+from jaxserve.server.errors import cors_is_off
 from jaxserve.server.http.auth import BearerAuth
 from jaxserve.server.http.endpoint import BodilessEndpoint, BodilessHandler, JsonEndpoint, JsonHandler
 from jaxserve.server.http.exchange import HttpExchange
@@ -83,10 +83,12 @@ class _App(Router):
     write them, and lose the body if they are redirected.
 
     It is no `Starlette`, as every streamed token would pass through its error middleware; our routes answer errors.
-    With `hides_routes`, no answer refers to the document of the routes.
+    No answer refers to the document of the routes if it isn't served.
     """
 
-    hides_routes = False
+    def __init__(self, state: ServerState, routes: list[Route], middleware: list[Middleware]) -> None:
+        self._state = state
+        super().__init__(routes, redirect_slashes=False, middleware=middleware)
 
     async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request, inside the middleware."""
@@ -100,10 +102,15 @@ class _App(Router):
                 await self.app(scope, receive, send)
                 return
             is_preflight = any(name == b"access-control-request-method" for name, _ in scope["headers"])
-            answer = cors_is_off() if error.status_code == 405 and is_preflight else to_http_error(error)
-            if answer.code == "not_found" and self.hides_routes:
+            exchange = HttpExchange(scope, receive, send)
+            answer = (
+                cors_is_off()
+                if error.status_code == 405 and is_preflight
+                else self._state.http_error(error, exchange.request_id)
+            )
+            if answer.code == "not_found" and self._state.config.disable_fastapi_docs:
                 answer.message = "No such route"
-            await HttpExchange(scope, receive, send).respond_error(answer)
+            await exchange.respond_error(answer)
 
 
 def make_app(state: ServerState) -> Router:
@@ -144,9 +151,7 @@ def make_app(state: ServerState) -> Router:
         )
     if state.config.api_key is not None or state.config.admin_api_key is not None:
         middleware.append(Middleware(BearerAuth, config=state.config))
-    app = _App(routes, redirect_slashes=False, middleware=middleware)
-    app.hides_routes = state.config.disable_fastapi_docs
-    return app
+    return _App(state, routes, middleware)
 
 
 _DOCUMENT = "/openapi.json"

@@ -160,8 +160,24 @@ def request_error(reason: str, *, engine_dead: bool) -> JaxserveError:
     return QueueFullError.from_text(reason) or RequestFailedError(reason)
 
 
-def to_http_error(error: Exception) -> HttpError:
-    """Return the response for `error`. An unexpected error becomes a 500 without details; the log gets the details."""
+def to_http_error(error: Exception, traced_id: str | None = None) -> HttpError:
+    """Return the response for `error`. An unexpected error becomes a 500 without details; the log gets the details.
+
+    With `traced_id`, the id of the request, the log gets the traceback of any error.
+    """
+    answer = _answer_to(error)
+    if traced_id is not None:
+        status = 500 if answer is None else answer.status
+        logger.error("request %s is answered with the error %d", traced_id, status, exc_info=error)
+    elif answer is None:
+        logger.error("unexpected error while serving a request", exc_info=error)
+    elif isinstance(error, RequestFailedError):
+        logger.error("request failed in the engine: %s", error)
+    return answer or HttpError(500, "Internal server error; see the server's log", type="server_error")
+
+
+def _answer_to(error: Exception) -> HttpError | None:
+    """Return the response for an expected error, None for any other."""
     match error:
         case HttpError():
             return error
@@ -183,11 +199,9 @@ def to_http_error(error: Exception) -> HttpError:
         case HTTPException():
             return _from_starlette(error)
         case RequestFailedError():
-            logger.error("request failed in the engine: %s", error)
             return HttpError(500, str(error), type="server_error", code="request_failed")
         case _:
-            logger.error("unexpected error while serving a request", exc_info=error)
-            return HttpError(500, "Internal server error; see the server's log", type="server_error")
+            return None
 
 
 def _unavailable(message: str, code: str, *, retry_after: int = 1) -> HttpError:

@@ -19,6 +19,7 @@ from jaxserve.server.http.tls import make_tls
 from jaxserve.server.lifecycle import Lifecycle, log_ready
 from jaxserve.server.listener import listening, url_of
 from jaxserve.server.loading import ModelLoader, fetch_model, load_model
+from jaxserve.server.request_log import RequestLog
 from jaxserve.server.server_state import LoadedModel, ServerState
 
 if TYPE_CHECKING:
@@ -35,11 +36,13 @@ def serve(
     engine_module: str = "jaxserve.worker",
 ) -> int:
     """Serve until a signal or the engine's death, and return the exit code. Raises `ConfigError` if binding fails, or
-    if a file of TLS can't be used.
+    if a file of TLS can't be used, or requests can't be logged as the settings say.
 
     `load` is a function of a module, which every API process calls. Engine processes run `engine_module`.
     """
     make_tls(server_config)  # raises before anything starts
+    if server_config.log_requests:
+        RequestLog(server_config)  # raises before anything starts, which may be several API processes
     if server_config.ssl_ca_certs is not None and server_config.ssl_cert_reqs == 0:
         logger.warning("--ssl-ca-certs has no effect with --ssl-cert-reqs 0: clients are not asked for certificates")
     # Each text is tokenized by the thread that asks for it: in a shared pool, short texts would wait for long ones.

@@ -26,8 +26,9 @@ from jaxserve.config.server_schema import ServerConfig
 from jaxserve.errors import EngineDeadError
 from jaxserve.model_source.pooling import ModelTask
 from jaxserve.observability.metrics import Metrics
-from jaxserve.server.errors import UnavailableError
+from jaxserve.server.errors import HttpError, UnavailableError, to_http_error
 from jaxserve.server.refusals import Refusals
+from jaxserve.server.request_log import RequestLog
 from jaxserve.server.response_store import ResponseStore, StoredResponse
 from jaxserve.server.siblings import (
     AbortQuestion,
@@ -144,6 +145,7 @@ class ServerState:
     """The state of a server with one model. `set_loaded` makes it ready; `mark_draining` and `mark_dead` end it.
 
     `siblings` are the other API processes. Metrics are kept in files of `metrics_dir`, if it is given, for all of them.
+    Raises `ConfigError` if requests can't be logged as the settings say.
     """
 
     def __init__(
@@ -173,6 +175,7 @@ class ServerState:
             labels=config.extra_metric_labels,
             bounds=histogram_bounds(config.custom_histogram_buckets),
         )
+        self.request_log = RequestLog(config) if config.log_requests else None
         self.refusals = Refusals(
             self._reading,
             engine_config.max_num_queued_reqs,
@@ -217,6 +220,10 @@ class ServerState:
     def loaded(self) -> LoadedModel | None:
         """The loaded model, None while it is loading."""
         return self._loaded
+
+    def http_error(self, error: Exception, request_id: str) -> HttpError:
+        """Return the response for an error of a request."""
+        return to_http_error(error, request_id if self.config.log_error_stack else None)
 
     def set_loaded(self, loaded: LoadedModel) -> None:
         """Serve requests from now on."""

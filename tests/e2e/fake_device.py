@@ -116,5 +116,5 @@ if __name__ == "__main__":
     if sys.argv[1:2] != ["serve"]:
         sys.exit(run(build_engine))
     settings = flags.config_from_arguments(command.parser().parse(sys.argv[2:]))
-    log.setup(settings.engine.log_level)
+    log.setup(settings.engine.log_level, config_file=settings.engine.log_config_file)
     sys.exit(serve(settings.engine, settings.server, load=load, engine_module="tests.e2e.fake_device"))

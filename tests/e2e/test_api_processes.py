@@ -198,8 +198,18 @@ async def test_sigterm_drains_all(server: FakeServer) -> None:
     assert server.wait() == 0
 
 
-async def test_the_engines_death_ends_every_request_and_the_server() -> None:
-    with running(*FLAGS, *REPLICAS, "2") as server:
+async def test_the_engines_death_ends_every_request_and_the_server(tmp_path: Path) -> None:
+    lines, log_config = tmp_path / "lines", tmp_path / "log.json"
+    handlers = {
+        "stderr": {"class": "logging.StreamHandler"},
+        "file": {"class": "logging.FileHandler", "filename": str(lines), "formatter": "file"},
+    }
+    formatters = {"file": {"format": "%(process)d %(name)s %(message)s"}}
+    loggers = {"jaxserve": {"handlers": [*handlers]}}
+    log_config.write_text(
+        json.dumps({"version": 1, "formatters": formatters, "handlers": handlers, "loggers": loggers})
+    )
+    with running(*FLAGS, *REPLICAS, "2", "--log-config-file", str(log_config), "--log-requests") as server:
         url = server.url
         for _ in range(2):
             assert await ask(url, "/flush_cache") == "Cache flushed: 0 pages given back.\n"
@@ -211,6 +221,13 @@ async def test_the_engines_death_ends_every_request_and_the_server() -> None:
             assert await asyncio.gather(one.end(), other.end()) == [["error"]] * 2
         assert server.wait() == 1
         server.until_logged("The engine has ended: DP1: engine process ended with code -9")
+    engines, apis = ({one["pid"] for one in info[name]} for name in ("replicas", "api_processes"))
+    logged = [line.split(maxsplit=2) for line in lines.read_text().splitlines()]
+    assert {int(pid) for pid, *_ in logged} == engines | apis | {server.process.pid}
+    ended = [line for _, name, line in logged if name == "jaxserve.requests" and "finished" in line]
+    assert len(ended) == 3
+    assert sum('"error"' in line and "code -9" in line for line in ended) == 2
+    assert len({int(pid) for pid, name, _ in logged if name == "jaxserve.requests"} & apis) == 2
 
 
 async def test_all_serve_tls_on_a_path_and_renew_its_certificate(tmp_path: Path) -> None:

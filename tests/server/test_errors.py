@@ -6,6 +6,7 @@ from typing import Any
 import openai
 import pytest
 
+from jaxserve.api_types import EngineRequest
 from jaxserve.errors import (
     QUEUE_LIMITS,
     ContextLengthError,
@@ -312,6 +313,46 @@ async def test_unexpected_errors_are_500_and_one_log_line(caplog: pytest.LogCapt
     assert "secret" not in error["message"]
     assert len(caplog.records) == 1
     assert caplog.records[0].exc_info
+
+
+@pytest.mark.parametrize("traced", [False, True])
+async def test_with_log_error_stack_each_answered_error_has_its_traceback_once(
+    traced: bool, caplog: pytest.LogCaptureFixture
+):
+    def refuse(request: EngineRequest) -> str | None:
+        return {b"f": QUEUE_FULL, b"e": "device on fire"}.get(bytes(request.prompt_ids))
+
+    wrong: list[tuple[str, dict[str, Any], int]] = [
+        ("/v1/completions", {"prompt": "a", "temperature": -1}, 400),
+        ("/v1/completions", {"prompt": "f", "stream": True}, 503),
+        ("/v1/completions", {"prompt": "e"}, 500),
+        ("/v1/messages", {"messages": [], "max_tokens": 1}, 400),
+        ("/v1/nothing", {}, 404),
+    ]
+    async with over_asgi(engine={"refuse": refuse}, log_error_stack=traced) as server:
+        for path, body, status in wrong:
+            caplog.clear()
+            response = await server.http.post(path, json=body, headers={"x-request-id": "mine"})
+            assert response.status_code == status
+            assert [bool(record.exc_info) for record in caplog.records if record.levelno >= logging.ERROR] == (
+                [True] if traced else [False] * (status == 500)
+            )
+            assert not traced or f"request mine is answered with the error {status}" in caplog.text
+        caplog.clear()
+        assert (await server.http.get("/v1/models/other")).status_code == 404
+        assert ("Traceback" in caplog.text) == traced
+
+
+async def test_with_log_error_stack_the_error_that_ends_a_stream_has_its_traceback(caplog: pytest.LogCaptureFixture):
+    async with over_socket(log_error_stack=True) as server:
+        server.engine.hold()
+        async with server.openai() as client:
+            chunks = await _open_stream(server, client)
+            server.engine.fail(server.engine.submitted[0].request_id, "page fault")
+            with pytest.raises(openai.APIError, match="page fault"):
+                await anext(chunks)
+    [error] = [record.exc_info[1] for record in caplog.records if record.exc_info]
+    assert isinstance(error, RequestFailedError)
 
 
 class TestBodyLimit:

@@ -70,12 +70,15 @@ def config_from_arguments(arguments: argparse.Namespace) -> LoadedConfig:
 
 
 def llm_arguments(loaded: LoadedConfig) -> dict[str, Any]:
-    """Return the settings that were given as arguments of `LLM`, without the server's own, and set up logging.
+    """Return the settings that were given as arguments of `LLM`, without the server's own, and set up logging, which
+    `LLM` leaves to its caller.
 
     Only warnings are logged unless a log level was given, so that the terminal shows the answer.
     """
     given = {value.setting.name: value for value in loaded.values if value.source != "default"}
-    log.setup(loaded.engine.log_level if "log_level" in given else "warning")
+    level = loaded.engine.log_level if "log_level" in given else "warning"
+    log.setup(level, config_file=loaded.engine.log_config_file)
+    given.pop("log_config_file", None)
     for note in loaded.notes:
         logger.warning(note)
     return {

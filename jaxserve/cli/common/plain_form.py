@@ -48,8 +48,8 @@ def in_plain_form(argv: Sequence[str]) -> list[str]:
             found.append(name.replace("_", "-") + dot + keys + equals + value)
         else:
             found.append(item)
-    for flag, mapping in mappings.items():
-        found[found.index(flag) + 1] = json.dumps(mapping)
+    for flag, joined in mappings.items():
+        found[found.index(flag) + 1] = json.dumps(joined)
     return found
 
 

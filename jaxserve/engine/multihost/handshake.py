@@ -22,7 +22,8 @@ _FRAMES = FrameFormat(max_bytes=1 << 20)
 # Settings that may differ between the processes.
 _LOCAL_SETTINGS = {
     "node_rank", "dist_init_addr", "dist_timeout", "log_level", "program_cache_dir", "disable_program_cache",
-    "profile_dir", "watchdog_timeout", "decode_log_interval", "kv_events_config",
+    "log_config_file", "profile_dir", "watchdog_timeout", "soft_watchdog_timeout", "decode_log_interval",
+    "kv_events_config",
 }  # fmt: skip
 
 

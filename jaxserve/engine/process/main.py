@@ -55,6 +55,7 @@ from jaxserve.engine.process.transport import (
     StopProfile,
     UndecodableCommand,
 )
+from jaxserve.engine.process.watchdog import SoftWatchdog
 from jaxserve.errors import ConfigError, InvalidRequestError, JaxserveError
 from jaxserve.observability import log
 
@@ -88,17 +89,19 @@ def run(build: Build, build_follower: BuildFollower | None = None) -> int:
     os.set_inheritable(order.report_fd, False)
     # Where the kernel can't do this, the engine ends when it next reads from its parent.
     host.die_with_parent(order.parent_pid, signal.SIGKILL)
-    log.setup(order.config.log_level, order.resources.name)
     imported = time.monotonic()
     group: ProcessGroup | None = None
+    watchdog = SoftWatchdog(order.config.soft_watchdog_timeout)
     try:
+        log.setup(order.config.log_level, order.resources.name, order.config.log_config_file)
         if order.config.nnodes > 1:
             group = ProcessGroup.connect(order.config, lambda reason: write_message(order.report_fd, Failed(reason)))
         if group is not None and not group.is_leader:
             assert build_follower is not None, "this worker can't build a follower"
             execute, info = build_follower(order.config, group)
             write_message(order.report_fd, Started(_with_startup_times(info, order, imported)))
-            execute_commands(group, execute, parent_pipe)
+            watchdog.start()
+            execute_commands(group, execute, parent_pipe, watchdog)
         with open_publishers(order.config, order.resources.index) as publishers:
             loop, info = build(order.config) if group is None else build(order.config, group)
             info = _with_startup_times(info, order, imported)
@@ -108,7 +111,8 @@ def run(build: Build, build_follower: BuildFollower | None = None) -> int:
                 gc.collect()
                 gc.freeze()
                 interval = min(_HEARTBEAT_INTERVAL, order.config.watchdog_timeout / _HEARTBEATS_PER_TIMEOUT)
-                _CommandServer(loop, transport, interval, publishers).run()
+                watchdog.start()
+                _CommandServer(loop, transport, interval, publishers, watchdog).run()
     except Exception as error:
         if group is not None and not isinstance(error, ConfigError):
             group.wait_for_cause()
@@ -131,7 +135,7 @@ class _CommandServer:
 
     An error of a command is sent as its answer; only a failed step ends the process. While there is nothing to do,
     every client gets a heartbeat each `heartbeat_interval` seconds. The `publishers` of the ranks, if
-    there are any, publish the events of their prefix caches.
+    there are any, publish the events of their prefix caches. `watchdog` is told of each step.
     """
 
     def __init__(
@@ -140,11 +144,13 @@ class _CommandServer:
         transport: EngineTransport,
         heartbeat_interval: float = _HEARTBEAT_INTERVAL,
         publishers: Sequence[CachePublisher] = (),
+        watchdog: SoftWatchdog | None = None,
     ) -> None:
         self._loop = loop
         self._transport = transport
         self._heartbeat_interval = heartbeat_interval
         self._publishers = publishers
+        self._watchdog = watchdog or SoftWatchdog(None)
         self._owners: dict[str, int] = {}
         self._outbox: list[list[TokenEvent]] = [[] for _ in range(transport.num_clients)]
         self._num_steps = 0
@@ -155,12 +161,14 @@ class _CommandServer:
         loop, transport = self._loop, self._transport
         while True:
             is_idle = not loop.has_work
+            self._watchdog.note(self._num_steps, has_work=not is_idle)
             timeout = _PROFILE_POLL_INTERVAL if self._profiles else self._heartbeat_interval
             commands = transport.receive(wait=is_idle, timeout=timeout)
             if commands is None or not all(self._execute(command) for command in commands):
                 loop.profiling.close()
                 return
             if loop.has_work:
+                self._watchdog.note(self._num_steps, has_work=True)
                 self._route(loop.step())
             elif is_idle and not commands:
                 for client in range(transport.num_clients):

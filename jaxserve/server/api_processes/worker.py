@@ -95,7 +95,7 @@ class Worker:
 
     def report_ready(self, loaded: LoadedModel, seconds: float) -> None:
         """SentUpdate the parent that requests are served."""
-        log.setup(self._order.engine_config.log_level, _log_name(self._order))
+        _set_up_log(self._order, self._order.engine_config.log_level)
         self._parent.send(Ready())
 
     async def finish_drain(self) -> None:
@@ -158,7 +158,7 @@ async def _run(control: socket.socket, connections: socket.socket) -> int:
         sys.exit("no order came: jaxserve starts this module itself; run `jaxserve serve` instead")
     host.die_with_parent(order.parent_pid, signal.SIGKILL)
     # The same lines of every process would say nothing new while it loads.
-    log.setup("warning" if order.index else order.engine_config.log_level, _log_name(order))
+    _set_up_log(order, "warning" if order.index else order.engine_config.log_level)
     module, _, name = order.loader.partition(":")
     load = getattr(importlib.import_module(module), name)
     worker = Worker(order, parent)
@@ -197,8 +197,8 @@ def _adopt_all(connections: socket.socket, server: HttpServer) -> None:
                 server.adopt(socket.socket(fileno=handle))
 
 
-def _log_name(order: Start) -> str:
-    return f"API{order.index}"
+def _set_up_log(order: Start, level: str) -> None:
+    log.setup(level, f"API{order.index}", order.engine_config.log_config_file)
 
 
 def main() -> int:

@@ -7,6 +7,7 @@ keeps running in the engine. Knows text and engine, but neither HTTP nor OpenAI'
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 import msgspec
@@ -14,6 +15,7 @@ import msgspec
 from jaxserve.api_types import EngineRequest, FinishReason, TokenEvent, Usage
 from jaxserve.errors import QueueFullError, RequestFailedError
 from jaxserve.server.errors import request_error
+from jaxserve.server.request_log import LoggedRequest
 from jaxserve.server.server_state import LoadedModel, ServerState
 from jaxserve.text.output import OutputDelta, OutputProcessor
 
@@ -25,6 +27,7 @@ class Generation:
     """Runs `requests` together and passes each new output to a callback as it arrives.
 
     An output of a sequence has at least as many tokens as its one of `intervals` says, but for the first and the last.
+    `logged` is their log, if requests are logged.
     """
 
     def __init__(
@@ -34,6 +37,7 @@ class Generation:
         requests: list[EngineRequest],
         arrival: float,
         intervals: Sequence[int],
+        logged: LoggedRequest | None = None,
     ) -> None:
         self._state = state
         self._engine = loaded.engine
@@ -41,6 +45,7 @@ class Generation:
         self._requests = requests
         self._arrival = arrival
         self._intervals = intervals
+        self._logged = logged
         self._running: set[str] = set()
 
     def abort(self, indexes: Sequence[int] | None = None) -> int:
@@ -57,6 +62,10 @@ class Generation:
 
         A `QueueFullError` says when to return.
         """
+        with self._logged or contextlib.nullcontext():
+            return await self._run(on_delta)
+
+    async def _run(self, on_delta: OnDelta) -> list[Usage]:
         self._running.update(request.request_id for request in self._requests)
         try:
             if len(self._requests) == 1:
@@ -95,9 +104,11 @@ class Generation:
                     if delta.abort:
                         self._engine.abort([name])
                         await _add_cached_tokens(delta, stream)
-                    if reason is FinishReason.ERROR:
-                        dead = self._engine.on_death.done()
-                        raise request_error(delta.error or "the engine gave no reason", engine_dead=dead)
+                if self._logged is not None:
+                    self._logged.record(index, delta, event.queue_seconds, delta.text)
+                if reason is FinishReason.ERROR:
+                    dead = self._engine.on_death.done()
+                    raise request_error(delta.error or "the engine gave no reason", engine_dead=dead)
                 if held is not None:
                     held.extend(delta)
                     delta, held = held, None

@@ -19,6 +19,7 @@ from jaxserve.api_types import EngineRequest, Usage
 from jaxserve.server.errors import HttpError
 from jaxserve.server.generation.answers import AnswerPart, AnswerPlan, AnswerReader
 from jaxserve.server.generation.generation import Generation
+from jaxserve.server.generation.logged import logged_request
 from jaxserve.server.http.exchange import HttpExchange
 from jaxserve.server.http.sse import DONE, EventStream, error_event, open_stream
 from jaxserve.server.server_state import LoadedModel, ServerState
@@ -141,10 +142,15 @@ async def respond(
         intervals = [1] * len(requests)
     elif intervals is None:
         intervals = [state.config.stream_interval] * len(requests)
-    generation = Generation(state, loaded, requests, exchange.arrival, intervals)
+    logged = logged_request(state, loaded, exchange, requests, ids, stream=stream)
+    generation = Generation(state, loaded, requests, exchange.arrival, intervals, logged)
     with state.abortable((*ids, exchange.request_id), generation, parts):
         if stream:
-            out = open_stream(exchange.send, shape.error_event, state.config.sse_keep_alive_interval)
+
+            def encode_error(error: Exception) -> bytes:
+                return shape.error_event(state.http_error(error, exchange.request_id))
+
+            out = open_stream(exchange.send, encode_error, state.config.sse_keep_alive_interval)
             await _stream(generation, out, choices, shape, requests[0].sampling.n)
             return
 

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from jaxserve.server.errors import to_http_error, unknown_model
+from jaxserve.server.errors import unknown_model
 from jaxserve.server.http.decoding import decode_body
 from jaxserve.server.http.exchange import ClientDisconnected, HttpExchange
 from jaxserve.server.server_state import ServerState
@@ -48,7 +48,7 @@ class JsonEndpoint[T: msgspec.Struct]:
             except ClientDisconnected:
                 return
             except Exception as error:
-                await exchange.respond_error(to_http_error(error))
+                await exchange.respond_error(self._state.http_error(error, exchange.request_id))
 
 
 class BodilessEndpoint:
@@ -65,4 +65,4 @@ class BodilessEndpoint:
             method = "GET" if scope["method"] == "HEAD" else scope["method"]
             await self._handlers[method](self._state, exchange)
         except Exception as error:
-            await exchange.respond_error(to_http_error(error))
+            await exchange.respond_error(self._state.http_error(error, exchange.request_id))

@@ -15,7 +15,7 @@ from typing import Any
 
 from starlette.types import Send
 
-from jaxserve.server.errors import HttpError, to_http_error
+from jaxserve.server.errors import HttpError
 
 DONE = b"data: [DONE]\n\n"
 
@@ -31,7 +31,7 @@ _HEADERS = [
 ]
 
 
-def open_stream(send: Send, encode_error: Callable[[HttpError], bytes], keep_alive_interval: float) -> EventStream:
+def open_stream(send: Send, encode_error: Callable[[Exception], bytes], keep_alive_interval: float) -> EventStream:
     """Return a stream, which has a comment after each silence of `keep_alive_interval` seconds unless that is 0."""
     if keep_alive_interval == 0.0:
         return EventStream(send, encode_error)
@@ -46,13 +46,13 @@ def error_event(error: HttpError) -> bytes:
 class EventStream:
     """Writes events that are already encoded (`data: …\\n\\n`, one or several joined).
 
-    As a context manager, it ends a stream that has begun with an error event if its body raises; before the first event
-    it lets the error pass.
+    As a context manager, it ends a stream that has begun with the event that `encode_error` makes of what its body
+    raises; before the first event it lets the error pass.
     """
 
     __slots__ = ("_encode_error", "_send", "_started")
 
-    def __init__(self, send: Send, encode_error: Callable[[HttpError], bytes] = error_event) -> None:
+    def __init__(self, send: Send, encode_error: Callable[[Exception], bytes]) -> None:
         self._send = send
         self._encode_error = encode_error
         self._started = False
@@ -65,7 +65,7 @@ class EventStream:
     ) -> bool:
         if not self._started or not isinstance(error, Exception):
             return False
-        await self.finish(self._encode_error(to_http_error(error)))
+        await self.finish(self._encode_error(error))
         return True
 
     async def write(self, events: bytes) -> None:
@@ -90,7 +90,7 @@ class _KeptAliveStream(EventStream):
 
     __slots__ = ("_commenting", "_interval", "_last_write", "_lock")
 
-    def __init__(self, send: Send, encode_error: Callable[[HttpError], bytes], interval: float) -> None:
+    def __init__(self, send: Send, encode_error: Callable[[Exception], bytes], interval: float) -> None:
         super().__init__(send, encode_error)
         self._interval = interval
         self._last_write = time.monotonic()

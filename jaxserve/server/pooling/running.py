@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import NamedTuple
@@ -10,8 +11,10 @@ from typing import NamedTuple
 from jaxserve.api_types import EngineRequest, FinishReason, TokenEvent, Usage
 from jaxserve.errors import QueueFullError, RequestFailedError
 from jaxserve.server.errors import HttpError, UnavailableError, request_error
+from jaxserve.server.generation.logged import logged_request
 from jaxserve.server.http.exchange import HttpExchange
 from jaxserve.server.pooling.bodies import PooledUsage
+from jaxserve.server.request_log import LoggedRequest
 from jaxserve.server.server_state import LoadedModel, ServerState
 from jaxserve.text.pooled_vectors import Vector, read_vector
 from jaxserve.text.requests import pooled_requests
@@ -25,13 +28,21 @@ class PooledResult(NamedTuple):
 
 
 class PooledRun:
-    """Pooled `requests` that run together."""
+    """Pooled `requests` that run together. `logged` is their log, if any."""
 
-    def __init__(self, state: ServerState, loaded: LoadedModel, requests: list[EngineRequest], arrival: float) -> None:
+    def __init__(
+        self,
+        state: ServerState,
+        loaded: LoadedModel,
+        requests: list[EngineRequest],
+        arrival: float,
+        logged: LoggedRequest | None = None,
+    ) -> None:
         self._state = state
         self._engine = loaded.engine
         self._requests = requests
         self._arrival = arrival
+        self._logged = logged
         self._running: set[str] = set()
 
     def abort(self, indexes: Sequence[int] | None = None) -> int:
@@ -45,6 +56,10 @@ class PooledRun:
 
     async def run(self) -> list[PooledResult]:
         """Return the result of each request. On an error, abort the others and raise it."""
+        with self._logged or contextlib.nullcontext():
+            return await self._run()
+
+    async def _run(self) -> list[PooledResult]:
         self._running.update(request.request_id for request in self._requests)
         try:
             streams = self._engine.submit_all(self._requests)
@@ -70,6 +85,8 @@ class PooledRun:
         try:
             async for event in stream:
                 clock.record_tokens(0, event.queue_seconds, event.usage)
+                if self._logged is not None:
+                    self._logged.record(request.sample, event, event.queue_seconds)
                 reason = event.finish_reason
                 if reason is None:
                     continue
@@ -109,7 +126,8 @@ async def run_prompts(
     requests = pooled_requests(
         name, prompts, loaded.engine.info, second_starts=second_starts, priority=priority, cache_salt=cache_salt
     )
-    run = PooledRun(state, loaded, requests, exchange.arrival)
+    logged = logged_request(state, loaded, exchange, requests, ids, stream=False)
+    run = PooledRun(state, loaded, requests, exchange.arrival, logged)
     with state.abortable((*ids, exchange.request_id), run, parts):
         return await run.run()
 

@@ -35,6 +35,7 @@ NEEDS = {
     },
     "ssl_cert_reqs": ["--ssl-certfile=a.pem", "--ssl-ca-certs=b.pem"],
     **{name: ["--allowed-origins=*"] for name in ("allowed_methods", "allowed_headers", "allow_credentials")},
+    **{name: ["--log-requests"] for name in ("log_requests_level", "log_requests_target", "max_log_len")},
     "dist_init_addr": ["--nnodes=16", "--dp-size=16"],
     "nnodes": ["--dist-init-addr=host:5000", "--dp-size=16"],
     "node_rank": ["--dist-init-addr=host:5000", "--dp-size=32", "--nnodes=32"],
@@ -160,10 +161,10 @@ def test_sizes_are_given_apart_or_with_commas() -> None:
 
 
 def test_llm_arguments_are_the_given_engine_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    levels: list[str] = []
-    monkeypatch.setattr(log, "setup", levels.append)
+    made: list[tuple[str, str | None]] = []
+    monkeypatch.setattr(log, "setup", lambda level, config_file: made.append((level, config_file)))
     given = loaded("folder", "--seed", "1", "--port", "9000", "--chat-template", "file", "--enable-metrics")
     assert flags.llm_arguments(given) == {"model": "folder", "random_seed": 1, "chat_template": "file"}
-    assert levels == ["warning"]
-    flags.llm_arguments(loaded("--log-level", "debug"))
-    assert levels == ["warning", "debug"]
+    assert made == [("warning", None)]
+    assert flags.llm_arguments(loaded("--log-level", "debug", "--log-config-file", "f")) == {"log_level": "debug"}
+    assert made[1:] == [("debug", "f")]

@@ -291,9 +291,15 @@ async def test_shutdown_ends_a_stuck_engine_by_force(capfd: pytest.CaptureFixtur
         assert not process.is_running()
 
 
-async def test_the_watchdog_reports_only_a_lack_of_progress() -> None:
+async def test_the_watchdog_reports_only_a_lack_of_progress(capfd: pytest.CaptureFixture[str]) -> None:
     now = 0.0
-    async with running("stuck", clock=lambda: now, watchdog_timeout=0.4) as client:
+    stacks: list[str] = []
+
+    def has_stacks() -> bool:
+        stacks.append(capfd.readouterr().err)
+        return "Event().wait()" in "".join(stacks)
+
+    async with running("stuck", clock=lambda: now, watchdog_timeout=0.4, soft_watchdog_timeout=0.2) as client:
         now = 1000.0
         await until(lambda: client.health is None)  # it is idle and sends signs of life
         client.submit(make_request("r"))
@@ -305,6 +311,7 @@ async def test_the_watchdog_reports_only_a_lack_of_progress() -> None:
             client.submit(make_request("another"))
         with pytest.raises(EngineUnresponsiveError, match="no step finished"):
             await client.flush_cache(timeout=60.0)
+        await until(has_stacks)  # of the engine process
         await client.shutdown(timeout=0.0)
     async with running(clock=lambda: now, watchdog_timeout=300.0, context_length=20_000) as client:
         stream = client.submit(make_request("r", max_tokens=10_000))
