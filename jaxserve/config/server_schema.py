@@ -163,7 +163,11 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         bool, Meta(description="end every stream of chat and completions with the token counts")
     ] = False
     enable_force_include_usage: Annotated[
-        bool, Meta(description="the same, and let every chunk have the counts so far")
+        bool,
+        Meta(
+            description="end every stream of chat and completions with the token counts, and let every chunk have "
+            "those so far"
+        ),
     ] = False
     stream_interval: Annotated[
         int, Meta(description="tokens of a sequence that a chunk of a stream has at least, but for the first and last")
