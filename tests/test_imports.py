@@ -74,7 +74,7 @@ ORDER_INSIDE = {
     "jaxserve.quant": "stored | checkpoint | choice | transform",
     "jaxserve.runtime": "devices | step | programs | sizing | execution",
     "jaxserve.server":
-        "errors follower refusals response_store siblings | server_state | http loading model_tasks | "
+        "errors fingerprint follower refusals response_store siblings | server_state | http loading model_tasks | "
         "generation | admin anthropic openai pooling responses_api sglang | app | lifecycle | api_processes | serve",
     "jaxserve.text": "pooled_vectors prompt_forms stop_regex tokenizers | "
                      "detokenizer grammars pooled_texts requests stop_strings | answers output pair_forms | "

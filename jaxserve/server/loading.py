@@ -48,6 +48,7 @@ async def load_model(engine_config: EngineConfig, server_config: ServerConfig, e
     from jaxserve.text.answers.formats import choose_formats
     from jaxserve.text.chat_template import ChatTemplate
     from jaxserve.text.grammars.checking import GrammarChecker
+    from jaxserve.text.grammars.default_blanks import check_default_blanks
     from jaxserve.text.template_process import TemplateProcess
     from jaxserve.text.tokenizers.chat_template_files import choose_chat_template
     from jaxserve.text.tokenizers.tokenizer import load_tokenizer
@@ -72,6 +73,7 @@ async def load_model(engine_config: EngineConfig, server_config: ServerConfig, e
             reasoning = "none" if formats.reasoning is None else formats.reasoning.name
             logger.info("calls of tools are read as %s, reasoning as %s", formats.calls.name, reasoning)
         grammars = GrammarChecker(tokenizer)
+        await run_in_thread(lambda: check_default_blanks(grammars, server_config))
         loaded = LoadedModel(await launching, tokenizer, chat_template, template or "", grammars, formats, task)
         if server_config.escape_marks:
             await run_in_thread(lambda: loaded.escaped_marks)

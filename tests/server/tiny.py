@@ -32,11 +32,18 @@ def tiny_tokenizer(template: str | None = TEMPLATE) -> Tokenizer:
 class TinyTemplate:
     """Renders the tokenizer's chat template in the test's process."""
 
-    def __init__(self, tokenizer: Tokenizer, calls: str = DEFAULT_CALLS.name) -> None:
-        self._template = ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens, calls)
+    def __init__(self, tokenizer: Tokenizer, calls: str = DEFAULT_CALLS.name, source: str | None = None) -> None:
+        self._tokenizer, self._calls = tokenizer, calls
+        self._template = ChatTemplate(source or tokenizer.chat_template, tokenizer.special_tokens, calls)
 
     async def render(self, messages: Sequence[Message], **arguments: Any) -> str:
         return self._template.render(messages, **arguments)
+
+    async def turn_end(self) -> str:
+        return self._template.turn_end()
+
+    def with_source(self, source: str) -> TinyTemplate:
+        return TinyTemplate(self._tokenizer, self._calls, source)
 
     async def close(self) -> None:
         pass

@@ -35,8 +35,10 @@ class _ModelLimits:
         loaded = state.loaded
         self._model = state.model_name
         self._policy = state.engine_config.schedule_policy
+        self._refuses_priorities = state.refuses_priorities
         self._vocab_size = 2**31 if loaded is None else loaded.engine.info.vocab_size
-        self._max_model_len = 2**31 if loaded is None else loaded.engine.info.max_model_len
+        truncates = state.config.allow_auto_truncate
+        self._max_model_len = 2**31 if loaded is None or truncates else loaded.engine.info.max_model_len
         self._num_eos_ids = 0 if loaded is None else len(loaded.tokenizer.eos_ids)
         self._template = None if loaded is None else loaded.template_source
         self._reasons = loaded is not None and loaded.formats.reasoning is not None
@@ -61,7 +63,7 @@ class _ModelLimits:
             case "model":
                 return {"enum": [self._model]}
             case "priority" if self._policy != "priority":
-                return {"enum": [0]}
+                return {"enum": [] if self._refuses_priorities else [0]}
             case "prompt_ids":
                 return {"minItems": 1, "maxItems": length - 1}
             case "pooled_ids":

@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from jaxserve.server.errors import invalid_api_key
 from jaxserve.server.http.exchange import HttpExchange
 
-PATHS_WITHOUT_KEY = frozenset({"/health", "/ready", "/metrics"})
+PATHS_WITHOUT_KEY = frozenset({"/health", "/ping", "/ready", "/metrics"})
 
 
 class BearerAuth:

@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 logger = logging.getLogger("jaxserve.access")
 
 _MAX_LENGTH = 256
-_QUIET_PATHS = frozenset({"/health", "/ready", "/metrics"})
+_QUIET_PATHS = frozenset({"/health", "/ping", "/ready", "/metrics"})
 
 
 class RequestId:

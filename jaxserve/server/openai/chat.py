@@ -12,6 +12,7 @@ from jaxserve.server.generation.chat_tools import chat_tool_use
 from jaxserve.server.generation.conversation import Conversation, prepare_answer
 from jaxserve.server.generation.engine_requests import engine_requests
 from jaxserve.server.generation.prompts import max_output_tokens
+from jaxserve.server.generation.request_templates import with_template_of
 from jaxserve.server.generation.responder import ResponseChoice, TotalUsage, respond
 from jaxserve.server.generation.structured_fields import structured_outputs
 from jaxserve.server.generation.token_logprobs import token_logprobs
@@ -42,7 +43,7 @@ from jaxserve.text.output import OutputDelta
 
 async def chat_completions(state: ServerState, exchange: HttpExchange, request: ChatRequest) -> None:
     """Answer one request."""
-    loaded = require_generating(state)
+    loaded = await with_template_of(state, require_generating(state), request.chat_template)
     requests, plan = await prepare(state, loaded, exchange, request)
     response_id = request.response_id("chatcmpl", exchange.request_id)
     shape = _ChatShape(state, loaded, request, plan, response_id, len(requests))
@@ -73,7 +74,14 @@ async def prepare(
     if request.verbosity is not None:
         loaded.say_once("verbosity changes nothing here: ask for it in a message")
     answer = await prepare_answer(state, loaded, conversation)
-    limit = max_output_tokens(len(answer.ids), requested_limit, None, loaded.engine.info, param="messages")
+    limit = max_output_tokens(
+        len(answer.ids),
+        requested_limit,
+        None,
+        loaded.engine.info,
+        param="messages",
+        truncates=state.config.allow_auto_truncate,
+    )
     sampling = request.sampling(max_tokens=limit, logprobs=logprobs)
     requests = engine_requests(
         loaded,

@@ -42,7 +42,7 @@ async def generate(state: ServerState, exchange: HttpExchange, request: Generate
     if len(sampling_params) == 1:
         sampling_params *= len(prompts)
     samplings = [
-        _sampling(loaded, request, where, params, prompt, param)
+        _sampling(state, loaded, request, where, params, prompt, param)
         for (where, params), prompt in zip(sampling_params, prompts, strict=True)
     ]
     grammars = {
@@ -65,7 +65,9 @@ async def generate(state: ServerState, exchange: HttpExchange, request: Generate
     ids = [name for rid in rids for name in numbered(rid, n)] or numbered(response_id, len(requests))
     parts: dict[str, tuple[int, ...]] = {name: (index,) for index, name in enumerate(ids)}
     parts |= {rid: tuple(range(number * n, number * n + n)) for number, rid in enumerate(rids)}
-    shape = _GenerateShape(loaded.tokenizer, request, ids, is_list or len(ids) > 1, exchange.arrival)
+    shape = _GenerateShape(
+        loaded.tokenizer, request, ids, is_list or len(ids) > 1, exchange.arrival, state.config.weight_version
+    )
     await respond(
         state, loaded, exchange, requests, shape, stream=bool(request.stream), ids=(response_id,), parts=parts
     )
@@ -91,10 +93,23 @@ def _num_samples(request: GenerateRequest) -> int | None:
 
 
 def _sampling(
-    loaded: LoadedModel, request: GenerateRequest, where: str, params: GenerateSampling, prompt: list[int], param: str
+    state: ServerState,
+    loaded: LoadedModel,
+    request: GenerateRequest,
+    where: str,
+    params: GenerateSampling,
+    prompt: list[int],
+    param: str,
 ) -> SamplingParams:
     default = max(DEFAULT_MAX_TOKENS, params.min_new_tokens or 0)
-    limit = max_output_tokens(len(prompt), params.max_new_tokens, default, loaded.engine.info, param=param)
+    limit = max_output_tokens(
+        len(prompt),
+        params.max_new_tokens,
+        default,
+        loaded.engine.info,
+        param=param,
+        truncates=state.config.allow_auto_truncate,
+    )
     logprobs = (request.top_logprobs_num or 0) if request.return_logprob else None
     prompt_logprobs = None if request.first_logprob is None else logprobs
     return params.sampling(where, max_tokens=limit, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
@@ -109,6 +124,7 @@ class _GenerateShape(ResponseShape):
     ids: list[str]
     is_list: bool
     arrival: float
+    weight_version: str
     shows_all = True
 
     def event(self, choice: ResponseChoice, delta: OutputDelta, parts: Sequence[AnswerPart]) -> bytes:
@@ -132,6 +148,7 @@ class _GenerateShape(ResponseShape):
             finish_reason=_finish_reason(output),
             prompt_tokens=len(choice.prompt_ids),
             completion_tokens=choice.num_tokens,
+            weight_version=self.weight_version,
         )
         if output.usage is not None:
             meta.cached_tokens = output.usage.cached_tokens
