@@ -58,7 +58,7 @@ class TemplateProcess:
         self._cpu_seconds = cpu_seconds
         self._child: Process | None = None
         self._child_lock, self._large_lock = asyncio.Lock(), asyncio.Lock()
-        self._make_other = lambda: TemplateProcess(None, special_tokens, calls, cpu_seconds=cpu_seconds)
+        self._make_other = functools.partial(TemplateProcess, None, special_tokens, calls, cpu_seconds=cpu_seconds)
         self._of_requests: TemplateProcess | None = None
 
     async def start(self) -> None:

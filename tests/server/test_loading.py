@@ -9,6 +9,7 @@ import pytest
 from jaxserve.config.schema import EngineConfig
 from jaxserve.config.server_schema import ServerConfig
 from jaxserve.engine.client import Engine
+from jaxserve.errors import ConfigError
 from jaxserve.server.loading import load_model
 from tests.server.fake_engine import FakeEngine
 
@@ -27,3 +28,11 @@ async def test_only_a_model_that_generates_calls_tools(caplog: pytest.LogCapture
     loaded = await load_model(EngineConfig(model=str(ENCODER)), ServerConfig(), Source())
     assert not loaded.task.generates
     assert "calls of tools" not in caplog.text
+
+
+@pytest.mark.process
+async def test_a_pattern_of_blanks_that_is_not_valid_ends_the_start() -> None:
+    with pytest.raises(ConfigError, match="constrained_json_whitespace_pattern can't be used"):
+        await load_model(
+            EngineConfig(model=str(ENCODER)), ServerConfig(constrained_json_whitespace_pattern="("), Source()
+        )

@@ -35,6 +35,7 @@ class _ModelLimits:
         loaded = state.loaded
         self._model = state.model_name
         self._policy = state.engine_config.schedule_policy
+        self._trusts_templates = state.config.trust_request_chat_template
         self._refuses_priorities = state.refuses_priorities
         self._vocab_size = 2**31 if loaded is None else loaded.engine.info.vocab_size
         truncates = state.config.allow_auto_truncate
@@ -60,6 +61,8 @@ class _ModelLimits:
     def _limits(self, bound: str) -> dict[str, Any]:
         last_id, length = self._vocab_size - 1, self._max_model_len
         match bound:
+            case "chat_template" if not self._trusts_templates:
+                return {"enum": []}
             case "model":
                 return {"enum": [self._model]}
             case "priority" if self._policy != "priority":

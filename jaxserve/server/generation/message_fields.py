@@ -22,7 +22,9 @@ CONTINUED_MESSAGE_FIELDS = ("prefix", "partial")
 INERT_MESSAGE_FIELDS = ("annotations", "cache_control", "provider_specific_fields")
 
 
-TemplateSource = Annotated[str, msgspec.Meta(min_length=1, max_length=2**17)]
+TemplateSource = Annotated[
+    str, msgspec.Meta(min_length=1, max_length=2**17, extra_json_schema=bound_at_load("chat_template"))
+]
 
 
 class ContentPart(msgspec.Struct):

@@ -24,13 +24,15 @@ def with_default_blanks(outputs: StructuredOutputs, config: ServerConfig) -> Str
 
 
 def check_default_blanks(grammars: GrammarChecker, config: ServerConfig) -> None:
-    """Raise `ConfigError` if no JSON can be written with the blanks of the settings."""
+    """Raise `ConfigError` if no JSON can be written with the blanks of the settings, and close `grammars` then."""
     pattern = config.constrained_json_whitespace_pattern
     if pattern is None:
         return
     if not pattern:
         raise ConfigError(f"{_PATTERN} is empty: set constrained_json_disable_any_whitespace for JSON without blanks")
     try:
-        grammars.grammar(StructuredOutputs(json_object=True, whitespace_pattern=pattern), param=_PATTERN)
+        for form in (StructuredOutputs(regex=pattern), StructuredOutputs(json_object=True, whitespace_pattern=pattern)):
+            grammars.grammar(form, param=_PATTERN)
     except InvalidRequestError as error:
+        grammars.close()
         raise ConfigError(f"{error}; got {pattern!r}") from error
