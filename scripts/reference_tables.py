@@ -46,7 +46,7 @@ def bench_commands() -> str:
 
 def routes() -> str:
     """Return the table of all routes, as the server's own /openapi.json describes them."""
-    app = make_app(ServerState(ServerConfig(api_key="key"), EngineConfig()))
+    app = make_app(ServerState(ServerConfig(api_key="key", enable_tokenizer_info_endpoint=True), EngineConfig()))
     paths = TestClient(app).get("/openapi.json", headers={"Authorization": "Bearer key"}).json()["paths"]
     rows = []
     for path, operations in paths.items():

@@ -75,9 +75,9 @@ ORDER_INSIDE = {
                               "stage_rules | tuning_rules",
     "jaxserve.quant": "stored | checkpoint | choice | transform",
     "jaxserve.runtime": "devices | step | programs | sizing | execution",
-    "jaxserve.server": "errors follower listener refusals request_log response_store siblings | server_state | http "
-                       "loading model_tasks | admin generation | anthropic openai pooling responses_api sglang | app "
-                       "| lifecycle | api_processes | serve",
+    "jaxserve.server": "errors fingerprint follower listener refusals request_log response_store siblings | "
+                       "server_state | http loading model_tasks | admin generation | anthropic openai pooling "
+                       "responses_api sglang | app | lifecycle | api_processes | serve",
     "jaxserve.text": "pooled_vectors prompt_forms stop_regex template_arguments tokenizers | detokenizer grammars "
                      "pooled_texts requests stop_strings | answers output pair_forms | template_tools | "
                      "chat_template | template_process",

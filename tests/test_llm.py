@@ -58,7 +58,7 @@ def test_settings_are_checked_before_anything_is_loaded() -> None:
     for setting in ({"log_config_file": "log.json"}, {"soft_watchdog_timeout": 60}):
         with pytest.raises(ConfigError, match=f"{next(iter(setting))} is of processes that jaxserve starts"):
             LLM(**setting)
-    with pytest.raises(ConfigError, match="LoRA is not built yet"):
+    with pytest.raises(ConfigError, match="LoRA adapters are not supported yet"):
         LLM(enable_lora=True)
 
 
@@ -196,6 +196,17 @@ def test_chat_goes_through_the_template(llm: LLM) -> None:
     assert length > len(output.prompt_token_ids)
     with pytest.raises(InvalidRequestError, match=f"the prompt has {length} tokens"):
         llm.chat(CHAT, GREEDY, use_tqdm=False, tools=[tool])
+
+
+def test_a_chat_template_of_a_call(llm: LLM) -> None:
+    shown = "{% for m in messages %}{{ m.content }}<s>{% endfor %}"
+    bos = VOCAB_SIZE - 2
+    for ignore_eos, finish in ((False, FinishReason.STOP), (True, FinishReason.LENGTH)):
+        params = SamplingParams(max_tokens=4, temperature=0.0, logit_bias={bos: 100.0}, ignore_eos=ignore_eos)
+        (output,) = llm.chat(CHAT, params, use_tqdm=False, chat_template=shown)
+        assert (output.prompt, output.outputs[0].finish_reason) == ("hi<s>", finish)
+    with pytest.raises(ConfigError, match="not valid Jinja"):
+        llm.chat(CHAT, GREEDY, use_tqdm=False, chat_template="{% if %}")
 
 
 def test_a_stream_is_the_whole_in_pieces(llm: LLM) -> None:

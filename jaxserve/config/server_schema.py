@@ -24,6 +24,8 @@ SHARED_SERVER_SETTINGS = frozenset(
         "generation_config",
         "override_generation_config",
         "max_logprobs",
+        "constrained_json_whitespace_pattern",
+        "constrained_json_disable_any_whitespace",
     }
 )
 """The settings of the server that `LLM` has too."""
@@ -121,16 +123,16 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = False
     allow_auto_truncate: Annotated[
         bool,
-        Meta(description="shorten prompts that don't fit the context, at their beginning, instead of refusing them"),
+        Meta(description="cut off the end of prompts that are too long for the context, instead of refusing them"),
     ] = False
     abort_on_priority_when_disabled: Annotated[
-        bool, Meta(description="refuse requests with a priority unless schedule_policy is priority")
+        bool, Meta(description="answer 503 to requests that name a priority, unless schedule_policy is priority")
     ] = False
     fingerprint_mode: Annotated[
         Literal["none", "full", "hash", "custom"],
         Meta(
-            description="system_fingerprint of answers; none: null; full: the version and the sizes of the mesh; hash: "
-            "a hash of all settings of the engine; custom: fingerprint_value"
+            description="system_fingerprint of answers; none: null; hash: the version and a hash of the engine's "
+            "settings; full: the sizes of the mesh, too; custom: fingerprint_value"
         ),
     ] = "none"
     fingerprint_value: Annotated[str | None, Meta(description="system_fingerprint with fingerprint_mode custom")] = None
@@ -297,6 +299,16 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             )
         if not all(self.log_requests_target):
             raise ConfigError("log_requests_target has an empty text; name stdout or a folder")
+        if (self.fingerprint_mode == "custom") != (self.fingerprint_value is not None):
+            raise ConfigError(
+                "fingerprint_mode custom needs a fingerprint_value, and no other mode takes one: got fingerprint_mode "
+                f"{self.fingerprint_mode} with fingerprint_value {self.fingerprint_value!r}"
+            )
+        if self.constrained_json_disable_any_whitespace and self.constrained_json_whitespace_pattern is not None:
+            raise ConfigError(
+                "constrained_json_whitespace_pattern and constrained_json_disable_any_whitespace are both set, which "
+                "contradict each other: leave one out"
+            )
         check_ranges(self, SERVER_RANGES)
 
     def _check_listening(self) -> None:

@@ -13,6 +13,8 @@ from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from jaxserve.api_types import (
     ProfileInfo,
     SamplingParams,
@@ -40,6 +42,7 @@ from jaxserve.llm.pooling import OfflinePooling, PooledMethod, check_method
 from jaxserve.text.answers.formats import choose_formats
 from jaxserve.text.chat_template import ChatTemplate
 from jaxserve.text.grammars.checking import GrammarChecker
+from jaxserve.text.grammars.default_blanks import check_default_blanks, with_default_blanks
 from jaxserve.text.output import OutputDelta
 from jaxserve.text.prompt_forms import (
     Message,
@@ -101,6 +104,8 @@ class LLM:
         if self._task.generates:
             choice, override = loaded.server.generation_config, loaded.server.override_generation_config
             self.sampling_defaults = read_sampling_defaults(choice, override, source)
+        self._settings = loaded.server
+        check_default_blanks(self._grammars, loaded.server)
         self._engine = SharedEngine(InProcessEngine.start(config))
         self._generation = OfflineGeneration(self._engine, self._tokenizer)
         self._pooling = None
@@ -145,8 +150,10 @@ class LLM:
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several, using the model's chat template. Raises as `generate` does.
+        """Answer one conversation or several, using the model's chat template or the one in `chat_template`. Raises as
+        `generate` does, and `ConfigError` for a template that isn't valid.
 
         The template shows `tools`, in OpenAI's form; calls are in the text, as the model writes them.
         """
@@ -158,10 +165,16 @@ class LLM:
             "tools": tools,
             **(chat_template_kwargs or {}),
         }
-        texts = [self._render(conversation, options) for conversation in read_conversations(messages)]
+        template, ends = self._template, tuple[int, ...]()
+        if chat_template is not None:
+            content_format = self._settings.chat_template_content_format
+            template = ChatTemplate(chat_template, self._tokenizer.special_tokens, content_format=content_format)
+            own = self._tokenizer.eos_ids
+            ends = self._tokenizer.with_turn_end(template.turn_end()).eos_ids[len(own) :]
+        texts = [self._render(conversation, options, template) for conversation in read_conversations(messages)]
         params = _per_prompt("sampling_params", sampling_params, len(texts))
         tasks = [
-            dataclasses.replace(self._prepare(self._encode_rendered(text), each), prompt=self._shown(text))
+            dataclasses.replace(self._prepare(self._encode_rendered(text), each, ends=ends), prompt=self._shown(text))
             for text, each in zip(texts, params, strict=True)
         ]
         return self._generation.run(tasks, use_tqdm)
@@ -242,7 +255,7 @@ class LLM:
     def encode_chat(self, messages: Sequence[Message], **options: Any) -> list[int]:
         """Return the prompt's ids for a conversation; `options` are passed to the chat template."""
         check_not_forked()
-        return self._encode_rendered(self._render(read_conversation(messages), options))
+        return self._encode_rendered(self._render(read_conversation(messages), options, self._template))
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Generator[OutputDelta]:
         """Continue one prompt; yield each piece of text as it is generated. Closing the iterator aborts the request."""
@@ -294,12 +307,12 @@ class LLM:
         assert self._pooling is not None
         return self._pooling
 
-    def _render(self, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
+    def _render(self, messages: Sequence[Message], options: Mapping[str, Any], template: ChatTemplate) -> str:
         options = {**self._template_defaults, **options}
         if self._marks is not None:
             messages = self._marks.escape(list(messages))
             options = {**options, "documents": self._marks.escape(options.get("documents"))}
-        return self._template.render(messages, **options)
+        return template.render(messages, **options)
 
     def _shown(self, rendered: str) -> str:
         return rendered if self._marks is None else self._marks.restore(rendered)
@@ -321,7 +334,9 @@ class LLM:
         params: SamplingParams | None,
         priority: int | None = None,
         cache_salt: str | None = None,
+        ends: tuple[int, ...] = (),
     ) -> PromptTask:
+        """Return a prompt that runs; its output ends with one of `ends`, too."""
         self._require_generating()
         text, ids = (prompt, self._tokenizer.encode(prompt)) if isinstance(prompt, str) else (None, prompt)
         if not ids:
@@ -340,7 +355,10 @@ class LLM:
             )
         check_num_logprobs(params.logprobs, self._max_logprobs, param="logprobs")
         check_num_logprobs(params.prompt_logprobs, self._max_logprobs, param="prompt_logprobs")
-        grammar = "" if params.structured_outputs is None else self._grammars.grammar(params.structured_outputs)
+        if ends and not params.ignore_eos:
+            params = msgspec.structs.replace(params, stop_token_ids=(*params.stop_token_ids, *ends))
+        form = params.structured_outputs
+        grammar = "" if form is None else self._grammars.grammar(with_default_blanks(form, self._settings))
         return PromptTask(text, ids, params, priority, cache_salt, grammar)
 
 

@@ -73,6 +73,7 @@ from jaxserve.server.sglang.tokenize import (
     abort_request,
     detokenize,
     tokenize,
+    tokenizer_info,
 )
 
 
@@ -115,7 +116,8 @@ class _App(Router):
 
 def make_app(state: ServerState) -> Router:
     """Return the ASGI application for `state`; it answers in every phase of the server."""
-    operations = [operation for operation, _ in (*_BODILESS, *_POSTS)]
+    bodiless = (*_BODILESS, *([_TOKENIZER_INFO] if state.config.enable_tokenizer_info_endpoint else []))
+    operations = [operation for operation, _ in (*bodiless, *_POSTS)]
     operations.append(Operation("GET", _DOCUMENT, "This document"))
     # The key says whether the model is loaded, since the schemas depend on the model.
     documents: dict[bool, msgspec.Raw] = {}
@@ -129,8 +131,8 @@ def make_app(state: ServerState) -> Router:
     routes = []
     if not state.config.disable_fastapi_docs:
         routes.append(Route(_DOCUMENT, BodilessEndpoint(_DOCUMENT, state, {"GET": openapi}), methods=["GET"]))
-    for path in dict.fromkeys(item.path for item, _ in _BODILESS):
-        by_method = {item.method: handle for item, handle in _BODILESS if item.path == path}
+    for path in dict.fromkeys(item.path for item, _ in bodiless):
+        by_method = {item.method: handle for item, handle in bodiless if item.path == path}
         routes.append(Route(path, BodilessEndpoint(path, state, by_method), methods=[*by_method]))
     for item, handle in _POSTS:
         assert item.body is not None
@@ -156,9 +158,12 @@ def make_app(state: ServerState) -> Router:
 
 _DOCUMENT = "/openapi.json"
 _FLUSH = "Empty the prefix cache"
+_PING = "The same, under SageMaker's name"
 _RESPONSE = "/v1/responses/{response_id}"
 _BODILESS: tuple[tuple[Operation, BodilessHandler], ...] = (
     (Operation("GET", "/health", "Whether the engine makes progress"), admin_routes.health),
+    (Operation("GET", "/ping", _PING), admin_routes.health),
+    (Operation("POST", "/ping", _PING), admin_routes.health),
     (Operation("GET", "/ready", "Whether the server accepts new requests"), admin_routes.ready),
     (
         Operation("GET", "/health_generate", "Whether the engine computes: one token, within 20 s"),
@@ -198,6 +203,11 @@ _BODILESS: tuple[tuple[Operation, BodilessHandler], ...] = (
     ),
     (Operation("GET", "/flush_cache", _FLUSH, content_type="text/plain"), admin_routes.flush_cache),
     (Operation("POST", "/flush_cache", _FLUSH, content_type="text/plain"), admin_routes.flush_cache),
+    (Operation("POST", "/reset_prefix_cache", "The same, under vLLM's name"), admin_routes.reset_prefix_cache),
+)
+_TOKENIZER_INFO = (
+    Operation("GET", "/tokenizer_info", "Special tokens and chat template, with `--enable-tokenizer-info-endpoint`"),
+    tokenizer_info,
 )
 
 

@@ -87,6 +87,17 @@ def unknown_model(name: str, served: str) -> HttpError:
     )
 
 
+def priorities_disabled() -> HttpError:
+    """Return SGLang's 503 for a `priority` on a server that has none."""
+    return HttpError(
+        503,
+        "Priorities are disabled on this server (--schedule-policy isn't priority): leave priority out",
+        type="server_error",
+        param="priority",
+        code="priority_disabled",
+    )
+
+
 def body_too_large(limit: int) -> HttpError:
     """Return a 413 for a request body of more than `limit` bytes."""
     return HttpError(

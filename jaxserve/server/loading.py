@@ -49,6 +49,7 @@ async def load_model(engine_config: EngineConfig, server_config: ServerConfig, e
     from jaxserve.text.answers.formats import choose_formats
     from jaxserve.text.chat_template import ChatTemplate
     from jaxserve.text.grammars.checking import GrammarChecker
+    from jaxserve.text.grammars.default_blanks import check_default_blanks
     from jaxserve.text.template_arguments import default_arguments
     from jaxserve.text.template_process import TemplateProcess
     from jaxserve.text.tokenizers.chat_template_files import choose_chat_template
@@ -86,6 +87,7 @@ async def load_model(engine_config: EngineConfig, server_config: ServerConfig, e
             choice, override = server_config.generation_config, server_config.override_generation_config
             defaults = read_sampling_defaults(choice, override, source)
         grammars = GrammarChecker(tokenizer)
+        await run_in_thread(lambda: check_default_blanks(grammars, server_config))
         loaded = LoadedModel(
             await launching,
             tokenizer,

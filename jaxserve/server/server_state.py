@@ -27,6 +27,7 @@ from jaxserve.errors import EngineDeadError
 from jaxserve.model_source.pooling import ModelTask
 from jaxserve.observability.metrics import Metrics
 from jaxserve.server.errors import HttpError, UnavailableError, to_http_error
+from jaxserve.server.fingerprint import system_fingerprint
 from jaxserve.server.refusals import Refusals
 from jaxserve.server.request_log import RequestLog
 from jaxserve.server.response_store import ResponseStore, StoredResponse
@@ -77,6 +78,14 @@ class PromptRenderer(Protocol):
         """Return the prompt; see `ChatTemplate.render`."""
         ...
 
+    async def turn_end(self) -> str:
+        """Return what the template writes after the last message of an assistant; see `ChatTemplate.turn_end`."""
+        ...
+
+    def with_source(self, source: str) -> PromptRenderer:
+        """Return a renderer of another template, which lives as long as this one."""
+        ...
+
     async def close(self) -> None:
         """Free the renderer's resources."""
         ...
@@ -89,6 +98,7 @@ class LoadedModel:
     `grammars` checks the grammars of requests; `formats` are the formats of the model's answers.
     `task` is what it serves, `sampling_defaults` the options of requests that name none. `template_defaults` are
     arguments of the template for requests that lack them, `template_facts` is what was found out about it so far.
+    `by_template` is the model with templates of requests, by their sources.
     """
 
     engine: Engine
@@ -101,6 +111,7 @@ class LoadedModel:
     sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     template_defaults: Mapping[str, Any] = field(default_factory=dict)
     template_facts: dict[str, Any] = field(default_factory=dict)
+    by_template: dict[str, LoadedModel] = field(default_factory=dict)
     _said: set[str] = field(default_factory=set)
 
     @property
@@ -160,6 +171,7 @@ class ServerState:
         self._siblings = siblings or NoSiblings()
         self.model_name = config.served_model_name or engine_config.model
         self.created = int(time.time())
+        self.system_fingerprint = system_fingerprint(config, engine_config)
         cache_config = {
             "cache_dtype": engine_config.kv_cache_dtype,
             "enable_prefix_caching": str(not engine_config.disable_radix_cache),
@@ -215,6 +227,11 @@ class ServerState:
         if self._death_reason is not None:
             return self._death_reason
         return None if self._loaded is None else self._loaded.engine.health
+
+    @property
+    def refuses_priorities(self) -> bool:
+        """Whether a request may name no priority."""
+        return self.config.abort_on_priority_when_disabled and self.engine_config.schedule_policy != "priority"
 
     @property
     def loaded(self) -> LoadedModel | None:

@@ -11,16 +11,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import os
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxserve import host
-from jaxserve.errors import InvalidRequestError
+from jaxserve.errors import ConfigError, InvalidRequestError
 from jaxserve.framing import FrameFormat
 from jaxserve.text.answers.formats import DEFAULT_CALLS
 from jaxserve.text.chat_template import ChatTemplate, ContentFormat
@@ -38,6 +39,8 @@ _LARGE_BYTES = 1 << 18
 # Kind 0 is a request or a prompt, kind 1 an error.
 _FRAMES = FrameFormat(num_kinds=2)
 _MESSAGE_CHARACTERS = 2000
+# Parsed templates of requests that the child keeps
+_KEPT_TEMPLATES = 8
 
 
 class TemplateProcess:
@@ -56,6 +59,10 @@ class TemplateProcess:
         self._cpu_seconds = cpu_seconds
         self._child: Process | None = None
         self._child_lock, self._large_lock = asyncio.Lock(), asyncio.Lock()
+        self._make_other = functools.partial(
+            TemplateProcess, None, special_tokens, calls, content_format=content_format, cpu_seconds=cpu_seconds
+        )
+        self._of_requests: TemplateProcess | None = None
 
     async def start(self) -> None:
         """Start the child, so that the first `render` need not wait for it."""
@@ -64,8 +71,12 @@ class TemplateProcess:
 
     async def render(self, messages: Sequence[Message], **arguments: Any) -> str:
         """Render as `ChatTemplate.render` does. Raises `InvalidRequestError` also when a limit is exceeded."""
+        return await self.render_with(None, messages, arguments)
+
+    async def render_with(self, source: str | None, messages: Sequence[Message], arguments: Mapping[str, Any]) -> str:
+        """Render with the template `source`, or with this one. Raises `InvalidRequestError` if that isn't valid."""
         try:
-            request = json.dumps([messages, arguments]).encode()
+            request = json.dumps([source, messages, arguments]).encode()
         except (RecursionError, ValueError) as error:
             raise InvalidRequestError(
                 f"chat_template_kwargs or documents can't be passed to the chat template: {error}",
@@ -79,13 +90,24 @@ class TemplateProcess:
         message, param = json.loads(answer)
         raise InvalidRequestError(message, param=param)
 
-    async def turn_end(self) -> str:
-        """Return what `ChatTemplate.turn_end` does; "" if a limit is exceeded."""
-        failed, answer = await self._ask_child(json.dumps([None, {}]).encode())
+    async def turn_end(self, source: str | None = None) -> str:
+        """Return what `ChatTemplate.turn_end` does; "" if a limit is exceeded or `source` isn't valid."""
+        failed, answer = await asyncio.shield(
+            asyncio.ensure_future(self._ask_child(json.dumps([source, None, {}]).encode()))
+        )
         return "" if failed else answer.decode(errors="surrogatepass")
+
+    def with_source(self, source: str) -> RequestTemplate:
+        """Return a renderer of another template. All such share a second child, so that no rendering of this template
+        waits for them."""
+        if self._of_requests is None:
+            self._of_requests = self._make_other()
+        return RequestTemplate(self._of_requests, source)
 
     async def close(self) -> None:
         """End the child."""
+        if self._of_requests is not None:
+            await self._of_requests.close()
         async with self._child_lock:
             if self._child is not None:
                 await _end(self._child)
@@ -131,6 +153,28 @@ class TemplateProcess:
         return process
 
 
+class RequestTemplate:
+    """The template `source`, which renders in a process of others."""
+
+    def __init__(self, process: TemplateProcess, source: str) -> None:
+        self._process, self._source = process, source
+
+    async def render(self, messages: Sequence[Message], **arguments: Any) -> str:
+        """Render as `TemplateProcess.render` does."""
+        return await self._process.render_with(self._source, messages, arguments)
+
+    async def turn_end(self) -> str:
+        """Return what `TemplateProcess.turn_end` does."""
+        return await self._process.turn_end(self._source)
+
+    def with_source(self, source: str) -> RequestTemplate:
+        """Return a renderer of another template in the same process."""
+        return RequestTemplate(self._process, source)
+
+    async def close(self) -> None:
+        """Free nothing: the process has other templates."""
+
+
 async def _ask(process: Process, request: bytes) -> tuple[bool, bytes] | None:
     """Return the child's answer, or None if it ended instead."""
     assert process.stdin is not None
@@ -158,15 +202,18 @@ def _failure(message: str, param: str | None) -> bytes:
     return json.dumps([message[:_MESSAGE_CHARACTERS], param]).encode()
 
 
-def _render(template: ChatTemplate, request: bytes) -> tuple[bool, bytes]:
+def _render(own: ChatTemplate, parse: Callable[[str], ChatTemplate], request: bytes) -> tuple[bool, bytes]:
     try:
-        messages, arguments = json.loads(request)
+        source, messages, arguments = json.loads(request)
+        template = own if source is None else parse(source)
         text = template.turn_end() if messages is None else template.render(messages, **arguments)
         if len(text) <= MAX_CHARACTERS:
             return False, text.encode(errors="surrogatepass")
         problem = f"it wrote {len(text)} characters, at most {MAX_CHARACTERS} are allowed"
     except InvalidRequestError as error:
         return True, _failure(str(error), error.param)
+    except ConfigError as error:
+        return True, _failure(str(error), "chat_template")
     except RecursionError:
         problem = "they are nested too deep"
     except MemoryError:
@@ -184,10 +231,13 @@ def _main() -> None:
         _, first = _FRAMES.read(requests.read)
         source_text, special_tokens, calls, content_format, cpu_seconds = json.loads(first)
         template = ChatTemplate(source_text, special_tokens, calls, content_format)
+        parse = functools.lru_cache(_KEPT_TEMPLATES)(
+            lambda source: ChatTemplate(source, special_tokens, calls, content_format)
+        )
         while True:
             _, request = _FRAMES.read(requests.read)
             signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
-            failed, answer = _render(template, request)
+            failed, answer = _render(template, parse, request)
             signal.setitimer(signal.ITIMER_PROF, 0)
             answers.write(_FRAMES.encode(answer, failed))
             answers.flush()

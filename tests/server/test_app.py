@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import httpx
 import pytest
 
 from jaxserve.config.load import GivenSetting, load_config
+from jaxserve.config.schema import EngineConfig
 from jaxserve.errors import ConfigError
 from tests.server.conftest import ServerUnderTest, over_asgi, over_socket
+from tests.server.pooling.tasks import EMBED, both
 
 PREFLIGHT = {
     "origin": "https://page.example",
@@ -15,6 +19,26 @@ PREFLIGHT = {
     "access-control-request-headers": "authorization, content-type",
 }
 BODY = {"prompt": "a", "max_tokens": 1}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", BODY),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ("/v1/responses", {"input": "a"}),
+        ("/generate", {"text": "a"}),
+        ("/v1/embeddings", {"input": "a"}),
+    ],
+)
+async def test_a_priority_on_a_server_without_priorities(path: str, body: dict[str, Any]):
+    async with over_asgi(task=both(EMBED), abort_on_priority_when_disabled=True) as server:
+        for priority, status in ((0, 503), (3, 503), (None, 200)):
+            response = await server.http.post(path, json=body | {"priority": priority})
+            assert response.status_code == status, response.text
+        assert (await server.http.post(path, json=body | {"priority": 1})).json()["error"]["param"] == "priority"
+        server.state.engine_config = EngineConfig(schedule_policy="priority")
+        assert (await server.http.post(path, json=body | {"priority": 0})).status_code == 200
 
 
 @pytest.mark.parametrize("path", ["/v1/completions/", "//v1/completions", "/v1//completions//", "///v1///completions"])

@@ -104,3 +104,11 @@ async def test_the_template_gets_its_settings(tmp_path: Path, monkeypatch: pytes
         await load_model(
             EngineConfig(model=str(ENCODER)), ServerConfig(default_chat_template_kwargs={"a": 1}), Source()
         )
+
+
+@pytest.mark.process
+async def test_a_pattern_of_blanks_that_is_not_valid_ends_the_start() -> None:
+    with pytest.raises(ConfigError, match="constrained_json_whitespace_pattern can't be used"):
+        await load_model(
+            EngineConfig(model=str(ENCODER)), ServerConfig(constrained_json_whitespace_pattern="("), Source()
+        )

@@ -63,7 +63,7 @@ async def test_every_route_that_generates_has_two_lines(path: str, stream: bool,
         assert received["id"] == finished["id"]
         assert "mine" in received["id"]
         assert {line["request_id"] for line in (received, finished)} == {"mine"}
-        assert (received["route"], received["stream"], received["n"], received["priority"]) == (path, stream, 1, 0)
+        assert (received["route"], received["stream"], received["n"], received["priority"]) == (path, stream, 1, None)
         assert received["prompt_tokens"] == len(request.prompt_ids)
         assert received["prompts"] == [decode(request.prompt_ids, skip_special_tokens=False)]
         assert received["sampling"]["max_tokens"] == 3

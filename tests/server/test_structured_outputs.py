@@ -11,7 +11,7 @@ import pytest
 
 from jaxserve.api_types import StructuredOutputs
 from jaxserve.text.grammars.formats import grammar_of
-from tests.server.conftest import ServerUnderTest
+from tests.server.conftest import ServerUnderTest, over_asgi
 
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 TAG: dict[str, Any] = {"structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}], "triggers": ["<f"]}
@@ -69,6 +69,31 @@ async def test_a_form_reaches_the_engine(
     response = await server.http.post(path, json=PATHS[path] | fields)
     assert response.status_code == 200, response.text
     assert [request.grammar for request in server.engine.submitted] == ["" if form is None else grammar_of(form)]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "own"),
+    [
+        ("/v1/completions", {"guided_json": SCHEMA}, {"guided_whitespace_pattern": "\n?"}),
+        ("/v1/chat/completions", {"structured_outputs": {"json": SCHEMA}}, None),
+        ("/generate", {"sampling_params": {"json_schema": json.dumps(SCHEMA)}}, None),
+        ("/v1/responses", {"text": {"format": {"type": "json_schema", "name": "f", "schema": SCHEMA}}}, None),
+    ],
+)
+async def test_blanks_of_json_are_the_servers_unless_a_request_names_its_own(
+    path: str, fields: dict[str, Any], own: dict[str, Any] | None
+):
+    body = PATHS.get(path, {"input": "x"}) | fields
+    for setting, form in (
+        ({"constrained_json_whitespace_pattern": " ?"}, {"whitespace_pattern": " ?"}),
+        ({"constrained_json_disable_any_whitespace": True}, {"disable_any_whitespace": True}),
+    ):
+        async with over_asgi(**setting) as server:
+            responses = [await server.http.post(path, json=one) for one in (body, *([body | own] if own else []))]
+            assert [response.status_code for response in responses] == [200] * len(responses), responses[-1].text
+            grammar, *others = [request.grammar for request in server.engine.submitted]
+            assert grammar == grammar_of(StructuredOutputs(json=SCHEMA, **form))
+            assert others == ([grammar_of(StructuredOutputs(json=SCHEMA, whitespace_pattern="\n?"))] if own else [])
 
 
 @pytest.mark.parametrize(

@@ -33,12 +33,25 @@ class TinyTemplate:
     """Renders the tokenizer's chat template in the test's process."""
 
     def __init__(
-        self, tokenizer: Tokenizer, calls: str = DEFAULT_CALLS.name, content_format: ContentFormat = "auto"
+        self,
+        tokenizer: Tokenizer,
+        calls: str = DEFAULT_CALLS.name,
+        content_format: ContentFormat = "auto",
+        source: str | None = None,
     ) -> None:
-        self._template = ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens, calls, content_format)
+        self._tokenizer, self._calls, self._content_format = tokenizer, calls, content_format
+        self._template = ChatTemplate(
+            source or tokenizer.chat_template, tokenizer.special_tokens, calls, content_format
+        )
 
     async def render(self, messages: Sequence[Message], **arguments: Any) -> str:
         return self._template.render(messages, **arguments)
+
+    async def turn_end(self) -> str:
+        return self._template.turn_end()
+
+    def with_source(self, source: str) -> TinyTemplate:
+        return TinyTemplate(self._tokenizer, self._calls, self._content_format, source)
 
     async def close(self) -> None:
         pass

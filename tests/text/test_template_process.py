@@ -54,6 +54,29 @@ async def test_errors_of_a_template_are_raised_here() -> None:
             await template.render(HI)
 
 
+async def test_templates_of_requests_render_in_a_second_child() -> None:
+    async with process("own") as template:
+        assert await template.render(HI) == "own"
+        other = template.with_source(PRINTING)
+        assert await other.render(HI, mood=1) == ChatTemplate(PRINTING, {"bos_token": "<s>"}).render(HI, mood=1)
+        assert await other.turn_end() == ";"
+        assert template._child is not None
+        own = template._child.pid
+        for source, problem in (
+            ("{% if %}", "the chat template is not valid Jinja: line 1: "),
+            (THREE_DEEP, r"took more than 0\.2 s"),
+            ("{{ 'a' * 10**10 }}", "more than 1024 MiB of memory"),
+            ("{{ raise_exception('never') }}", "refused these messages: never"),
+        ):
+            broken = other.with_source(source)
+            assert await broken.turn_end() == ""
+            with pytest.raises(InvalidRequestError, match=problem) as refused:
+                await broken.render(HI)
+            assert refused.value.param == ("chat_template" if "Jinja" in problem else "messages")
+        assert await other.render(HI)
+        assert (await template.render(HI), template._child.pid) == ("own", own)
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [

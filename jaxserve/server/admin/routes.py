@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from typing import Any
+from urllib.parse import parse_qs
 
 import msgspec
 
@@ -12,7 +13,7 @@ import jaxserve
 from jaxserve.api_types import EngineRequest, EngineStats, FinishReason, SamplingParams
 from jaxserve.config.data_parallel import parallelism
 from jaxserve.config.server_schema import SECRETS
-from jaxserve.errors import JaxserveError, QueueFullError
+from jaxserve.errors import InvalidRequestError, JaxserveError, QueueFullError
 from jaxserve.observability.acceptance import acceptance
 from jaxserve.observability.exposition import CONTENT_TYPE
 from jaxserve.server.errors import UnavailableError, request_error
@@ -121,7 +122,7 @@ async def server_info(state: ServerState, exchange: HttpExchange) -> None:
         "model_id": state.model_name,
         **_paths(state),
         "served_model_name": state.model_name,
-        "weight_version": "default",
+        "weight_version": state.config.weight_version,
         "is_embedding": not _generates(state),
         "disaggregation_mode": "null",
         "tp_size": divided.tensor,
@@ -166,7 +167,7 @@ async def model_info(state: ServerState, exchange: HttpExchange) -> None:
     own = {
         "is_generation": _generates(state),
         "preferred_sampling_params": None,
-        "weight_version": "default",
+        "weight_version": state.config.weight_version,
         **understands,
     }
     await exchange.respond({**_paths(state), "served_model_name": state.model_name, **own})
@@ -185,11 +186,27 @@ def _paths(state: ServerState) -> dict[str, str]:
 
 async def flush_cache(state: ServerState, exchange: HttpExchange) -> None:
     """Empty the prefix cache. Running requests keep their pages, but later requests can't reuse them."""
+    await exchange.respond_text(f"Cache flushed: {await _flush(state)} pages given back.\n")
+
+
+async def reset_prefix_cache(state: ServerState, exchange: HttpExchange) -> None:
+    """Empty the prefix cache and answer as vLLM does. Copies in host memory go, too, whatever `reset_external` says."""
+    query = parse_qs(exchange.scope["query_string"].decode("latin-1"))
+    if query.get("reset_running_requests", ["false"])[-1].lower() not in ("false", "0"):
+        raise InvalidRequestError(
+            "reset_running_requests is not supported: running requests keep their pages; leave it out, or abort them "
+            "with /abort_request",
+            param="reset_running_requests",
+        )
+    await _flush(state)
+    await exchange.respond({"success": True})
+
+
+async def _flush(state: ServerState) -> int:
     try:
-        num_pages = await state.require_loaded().engine.flush_cache(_FLUSH_TIMEOUT)
+        return await state.require_loaded().engine.flush_cache(_FLUSH_TIMEOUT)
     except TimeoutError as error:
         raise UnavailableError(f"The engine has not answered within {_FLUSH_TIMEOUT:g} s") from error
-    await exchange.respond_text(f"Cache flushed: {num_pages} pages given back.\n")
 
 
 async def _refresh_stats(loaded: LoadedModel) -> EngineStats | None:

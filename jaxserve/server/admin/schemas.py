@@ -36,8 +36,11 @@ class _ModelLimits:
         self._model = state.model_name
         self._max_logprobs = state.config.max_logprobs
         self._uses_priorities = state.engine_config.uses_priorities
+        self._trusts_templates = state.config.trust_request_chat_template
+        self._refuses_priorities = state.refuses_priorities
         self._vocab_size = 2**31 if loaded is None else loaded.engine.info.vocab_size
-        self._max_model_len = 2**31 if loaded is None else loaded.engine.info.max_model_len
+        truncates = state.config.allow_auto_truncate
+        self._max_model_len = 2**31 if loaded is None or truncates else loaded.engine.info.max_model_len
         self._num_eos_ids = 0 if loaded is None else len(loaded.tokenizer.eos_ids)
         self._template = None if loaded is None else loaded.template_source
         self._reasons = loaded is not None and loaded.formats.reasoning is not None
@@ -59,12 +62,14 @@ class _ModelLimits:
     def _limits(self, bound: str) -> dict[str, Any]:
         last_id, length = self._vocab_size - 1, self._max_model_len
         match bound:
+            case "chat_template" if not self._trusts_templates:
+                return {"enum": []}
             case "model":
                 return {"enum": [self._model]}
             case "num_logprobs":
                 return {"maximum": self._max_logprobs}
             case "priority" if not self._uses_priorities:
-                return {"enum": [0]}
+                return {"enum": [] if self._refuses_priorities else [0]}
             case "prompt_ids":
                 return {"minItems": 1, "maxItems": length - 1}
             case "pooled_ids":

@@ -17,11 +17,12 @@ from jaxserve.server.generation.chat_messages import (
     text_of,
 )
 from jaxserve.server.generation.engine_requests import check_grammar
-from jaxserve.server.generation.prompts import check_prompt, encode_texts
+from jaxserve.server.generation.prompts import encode_texts, fit_prompt
 from jaxserve.server.generation.template_facts import reasoning_end
 from jaxserve.server.generation.tools import ToolUse
 from jaxserve.server.server_state import LoadedModel, ServerState
 from jaxserve.text.answers.thought_marks import ThoughtMarks
+from jaxserve.text.grammars.default_blanks import with_default_blanks
 from jaxserve.text.grammars.formats import grammar_of
 
 
@@ -85,11 +86,15 @@ async def count_prompt(state: ServerState, loaded: LoadedModel, asked: Conversat
     return len(ids) + len(begun.closing)
 
 
-async def prepare_answer(state: ServerState, loaded: LoadedModel, asked: Conversation) -> PreparedAnswer:
+async def prepare_answer(
+    state: ServerState, loaded: LoadedModel, asked: Conversation, *, truncates: bool | None = None
+) -> PreparedAnswer:
     """Return the prompt, and how its answers are held and read.
 
-    Raises `InvalidRequestError` for what the template or a grammar can't express, and for a prompt that is too long.
+    Raises `InvalidRequestError` for what the template or a grammar can't express, and for a prompt that is too long,
+    unless it `truncates` it, by default as `allow_auto_truncate` says.
     """
+    truncates = state.config.allow_auto_truncate if truncates is None else truncates
     tools = asked.tools
     prompt, place, closing, thinking = await _begin(state, loaded, asked)
     grammar = await _compile_grammar(state, loaded, tools, asked.form, place)
@@ -98,11 +103,10 @@ async def prepare_answer(state: ServerState, loaded: LoadedModel, asked: Convers
         loaded,
         [prompt.written],
         add_special_tokens=asked.add_special_tokens,
-        param=asked.param,
+        param=None if truncates else asked.param,
         encoder=prompt.encoder,
     )
-    ids += closing
-    check_prompt(ids, loaded.engine.info, param=asked.param)
+    ids = fit_prompt([*ids, *closing], loaded.engine.info, param=asked.param, truncates=truncates)
     plan = plan_answer(
         loaded,
         tools,
@@ -175,7 +179,7 @@ async def _compile_grammar(
         return ""
 
     def compose(tools: ToolUse | None) -> str:
-        form = "" if outputs is None else grammar_of(outputs)
+        form = "" if outputs is None else grammar_of(with_default_blanks(outputs, state.config))
         return answer_grammar(loaded, tools, form, place)
 
     try:

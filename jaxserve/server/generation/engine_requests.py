@@ -10,6 +10,7 @@ from collections.abc import Callable
 from jaxserve.api_types import EngineRequest, SamplingParams, StructuredOutputs, ThinkingBudget
 from jaxserve.errors import InvalidRequestError
 from jaxserve.server.server_state import LoadedModel, ServerState
+from jaxserve.text.grammars.default_blanks import with_default_blanks
 from jaxserve.text.grammars.formats import grammar_of
 from jaxserve.text.requests import sample_requests
 
@@ -22,6 +23,7 @@ async def compile_grammar(state: ServerState, loaded: LoadedModel, asked: tuple[
     if asked is None:
         return ""
     field, outputs = asked
+    outputs = with_default_blanks(outputs, state.config)
     return await check_grammar(state, loaded, lambda: grammar_of(outputs), param=field)
 
 

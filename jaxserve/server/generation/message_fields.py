@@ -23,6 +23,11 @@ CONTINUED_MESSAGE_FIELDS = ("prefix", "partial")
 INERT_MESSAGE_FIELDS = ("annotations", "cache_control", "provider_specific_fields")
 
 
+TemplateSource = Annotated[
+    str, msgspec.Meta(min_length=1, max_length=2**17, extra_json_schema=bound_at_load("chat_template"))
+]
+
+
 class ContentPart(msgspec.Struct):
     """One part of a message's content; only parts of type `text` and `refusal` are supported."""
 

@@ -7,6 +7,7 @@ ones one at a time.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 
 from jaxserve import host
@@ -16,6 +17,8 @@ from jaxserve.server.http.fields import MAX_SEQUENCES
 from jaxserve.server.server_state import LoadedModel, ServerState
 from jaxserve.text.requests import check_ids
 from jaxserve.text.tokenizers.tokenizer import TextEncoder
+
+logger = logging.getLogger("jaxserve.server")
 
 # Work on up to this many characters or ids runs on the event loop: a thread would cost more.
 _SHORT = 4096
@@ -79,16 +82,18 @@ async def read_prompts(
     add_special_tokens: bool,
     param: str,
 ) -> tuple[list[str], list[list[int]]]:
-    """Return one or several prompts as texts, if they are given so, and as ids, after checking them.
+    """Return one or several prompts as texts, if they are given so and none is truncated, and as ids, after checking
+    them.
 
     `n` is the number of samples of each. Raises `InvalidRequestError`.
     """
     texts, ids = split_prompts(prompts, n, param=param)
+    truncates = state.config.allow_auto_truncate
     if texts:
-        ids = await encode_texts(state, loaded, texts, add_special_tokens=add_special_tokens, param=param)
-    for prompt in ids:
-        check_prompt(prompt, loaded.engine.info, param=param)
-    return texts, ids
+        limited = None if truncates else param
+        ids = await encode_texts(state, loaded, texts, add_special_tokens=add_special_tokens, param=limited)
+    fitted = [fit_prompt(prompt, loaded.engine.info, param=param, truncates=truncates) for prompt in ids]
+    return texts if fitted == ids else [], fitted
 
 
 def split_prompts(
@@ -116,12 +121,20 @@ def split_prompts(
     return (texts, []) if texts else ([], [tokens] if tokens else ids)
 
 
-def check_prompt(ids: Sequence[int], info: EngineInfo, *, param: str) -> None:
-    """Raise unless `ids` is a valid prompt of this model: not empty, within its context and its vocabulary."""
+def fit_prompt(ids: list[int], info: EngineInfo, *, param: str, truncates: bool) -> list[int]:
+    """Return a valid prompt: not empty, within the model's context and its vocabulary. Raises `InvalidRequestError`.
+
+    With `truncates`, one that leaves no room for an answer loses its end, as in SGLang.
+    """
+    longest = info.max_model_len - 1
+    if truncates and len(ids) > longest:
+        logger.warning("the %s has %d tokens and is truncated to its first %d", param, len(ids), longest)
+        ids = ids[:longest]
     if not ids:
         raise InvalidRequestError(f"{param} is empty: there must be at least one token to continue", param=param)
     check_context_length(len(ids), info, param=param)
     check_ids(ids, info.vocab_size, param=param)
+    return ids
 
 
 def check_context_length(num_tokens: int, info: EngineInfo, *, param: str, at_least: bool = False) -> None:
@@ -136,15 +149,25 @@ def check_context_length(num_tokens: int, info: EngineInfo, *, param: str, at_le
 
 
 def max_output_tokens(
-    prompt_tokens: int, requested: int | None, default: int | None, loaded: LoadedModel, *, param: str
+    prompt_tokens: int,
+    requested: int | None,
+    default: int | None,
+    loaded: LoadedModel,
+    *,
+    param: str,
+    truncates: bool = False,
 ) -> int:
     """Return the limit of generated tokens: `requested`, else the smaller of `default` and what the context leaves.
 
-    The server's own limit bounds both. Raises `ContextLengthError` if the context leaves too little.
+    The server's own limit bounds both. Raises `ContextLengthError` if the context leaves too little. With `truncates`,
+    it is what the context leaves then.
     """
     info, own = loaded.engine.info, loaded.sampling_defaults
     requested, default = None if requested is None else own.limited(requested), own.limited(default)
     left = info.max_model_len - prompt_tokens
+    if truncates and requested is not None and requested > left:
+        logger.warning("%d tokens are requested, but the context leaves %d", requested, left)
+        requested = left
     wanted = requested if requested is not None else max(left if default is None else min(default, left), 1)
     if wanted == 0 and left < 1:
         raise ContextLengthError(

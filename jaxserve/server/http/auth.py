@@ -12,7 +12,7 @@ from jaxserve.server.errors import invalid_api_key
 from jaxserve.server.http.exchange import HttpExchange
 from jaxserve.server.http.paths import plain_path
 
-PATHS_WITHOUT_KEY = frozenset({"/health", "/ready", "/metrics"})
+PATHS_WITHOUT_KEY = frozenset({"/health", "/ping", "/ready", "/metrics"})
 
 # The routes that change the server for everyone, which are SGLang's of this kind.
 ADMIN_PATHS = frozenset({"/flush_cache", "/abort_request", "/start_profile", "/stop_profile"})

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from jaxserve.server.errors import unknown_model
+from jaxserve.server.errors import priorities_disabled, unknown_model
 from jaxserve.server.http.decoding import decode_body
 from jaxserve.server.http.exchange import ClientDisconnected, HttpExchange
 from jaxserve.server.server_state import ServerState
@@ -44,6 +44,8 @@ class JsonEndpoint[T: msgspec.Struct]:
                 model: str | None = getattr(body, "model", None)
                 if model is not None and model != self._state.model_name:
                     raise unknown_model(model, self._state.model_name)
+                if getattr(body, "priority", None) is not None and self._state.refuses_priorities:
+                    raise priorities_disabled()
                 await exchange.run_until_disconnect(self._handle(self._state, exchange, body))
             except ClientDisconnected:
                 return

@@ -25,6 +25,7 @@ TOKEN_KEY = "^(0|[1-9][0-9]{0,9})$"
 EXPLICIT_SCHEMA, LOAD_BOUND = "x-explicit-schema", "x-bound-at-load"
 
 type LoadBound = Literal[
+    "chat_template",
     "documents",
     "model",
     "num_logprobs",

@@ -16,7 +16,7 @@ from jaxserve.server.http.paths import is_below
 logger = logging.getLogger("jaxserve.access")
 
 _MAX_LENGTH = 256
-_QUIET_PATHS = frozenset({"/health", "/ready", "/metrics"})
+_QUIET_PATHS = frozenset({"/health", "/ping", "/ready", "/metrics"})
 
 
 class RequestId:

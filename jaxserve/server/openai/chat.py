@@ -12,6 +12,7 @@ from jaxserve.server.generation.chat_tools import chat_tool_use
 from jaxserve.server.generation.conversation import Conversation, prepare_answer
 from jaxserve.server.generation.engine_requests import engine_requests
 from jaxserve.server.generation.prompts import max_output_tokens
+from jaxserve.server.generation.request_templates import with_template_of
 from jaxserve.server.generation.responder import ResponseChoice, TotalUsage, respond
 from jaxserve.server.generation.structured_fields import structured_outputs
 from jaxserve.server.generation.token_logprobs import token_logprobs
@@ -43,7 +44,7 @@ from jaxserve.text.requests import check_num_logprobs
 
 async def chat_completions(state: ServerState, exchange: HttpExchange, request: ChatRequest) -> None:
     """Answer one request."""
-    loaded = require_generating(state)
+    loaded = await with_template_of(state, require_generating(state), request.chat_template)
     requests, plan = await prepare(state, loaded, exchange, request)
     response_id = request.response_id("chatcmpl", exchange.request_id)
     shape = _ChatShape(state, loaded, request, plan, response_id, len(requests))
@@ -84,7 +85,14 @@ async def prepare(
     if request.verbosity is not None:
         loaded.say_once("verbosity changes nothing here: ask for it in a message")
     answer = await prepare_answer(state, loaded, conversation)
-    limit = max_output_tokens(len(answer.ids), requested_limit, None, loaded, param="messages")
+    limit = max_output_tokens(
+        len(answer.ids),
+        requested_limit,
+        None,
+        loaded,
+        param="messages",
+        truncates=state.config.allow_auto_truncate,
+    )
     sampling = request.sampling(loaded.sampling_defaults.options, max_tokens=limit, logprobs=logprobs)
     requests = engine_requests(
         loaded,

@@ -43,8 +43,13 @@ class OpenAIShape(ResponseShape):
         self.tokenizer = loaded.tokenizer
         self.names_ids = request.names_ids(state.config)
         self.plain = not logprobs and not request.return_token_ids
-        self.head: dict[str, Any] = {"id": id, "created": int(time.time()), "model": state.model_name}
-        head = {"id": id, "object": self.kind, **self.head, "system_fingerprint": None}
+        self.head: dict[str, Any] = {
+            "id": id,
+            "created": int(time.time()),
+            "model": state.model_name,
+            "system_fingerprint": state.system_fingerprint,
+        }
+        head = {"id": id, "object": self.kind} | self.head
         opening = b"data: " + _encode(head)[:-1]
         self._include_usage, self._continuous_usage = request.includes_usage(state.config)
         self._opening = opening + b',"choices":['

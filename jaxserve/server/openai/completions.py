@@ -55,7 +55,7 @@ async def prepare(
         param="prompt",
     )
     echoed = await _echo(state, loaded, request, texts, prompts)
-    samplings = _samplings(loaded, request, prompts)
+    samplings = _samplings(state, loaded, request, prompts)
     grammars = [await compile_grammar(state, loaded, structured_outputs(request))] * len(prompts)
     requests = engine_requests(
         loaded,
@@ -91,12 +91,21 @@ async def _echo(
     return await run_off_event_loop(state, sum(map(len, texts or ids)), echo)
 
 
-def _samplings(loaded: LoadedModel, request: CompletionRequest, prompts: list[list[int]]) -> list[SamplingParams]:
+def _samplings(
+    state: ServerState, loaded: LoadedModel, request: CompletionRequest, prompts: list[list[int]]
+) -> list[SamplingParams]:
     by_limit: dict[int, SamplingParams] = {}
     samplings = []
     for prompt in prompts:
         default = max(DEFAULT_MAX_TOKENS, request.min_tokens or 0)
-        limit = max_output_tokens(len(prompt), request.max_tokens, default, loaded, param="prompt")
+        limit = max_output_tokens(
+            len(prompt),
+            request.max_tokens,
+            default,
+            loaded,
+            param="prompt",
+            truncates=state.config.allow_auto_truncate,
+        )
         if limit not in by_limit:
             by_limit[limit] = request.sampling(
                 loaded.sampling_defaults.options,

@@ -22,6 +22,7 @@ from jaxserve.server.generation.message_fields import (
     Messages,
     ReasoningEffort,
     TemplateArguments,
+    TemplateSource,
     ThinkingTokens,
 )
 from jaxserve.server.generation.sampling_fields import sampling_params, with_shared_options
@@ -214,6 +215,7 @@ class ChatRequest(OpenAIFields, kw_only=True, forbid_unknown_fields=True):
     max_completion_tokens: TokenLimit | None = None
     logprobs: bool | None = None
     top_logprobs: NumLogprobs | None = None
+    chat_template: TemplateSource | None = None
     chat_template_kwargs: TemplateArguments | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -240,7 +242,6 @@ class ChatRequest(OpenAIFields, kw_only=True, forbid_unknown_fields=True):
     thinking: Annotated[Any, accepts_only(advice=_REASONING)] = None
     enable_thinking: Annotated[Any, accepts_only(advice=_REASONING)] = None
 
-    chat_template: Annotated[Any, accepts_only(advice="start the server with --chat-template")] = None
     echo: NullOrFalse = None
     media_io_kwargs: NullOrEmptyObject = None
     mm_processor_kwargs: NullOrEmptyObject = None

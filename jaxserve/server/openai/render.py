@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from jaxserve.api_types import EngineRequest, SamplingParams
+from jaxserve.server.generation.request_templates import with_template_of
 from jaxserve.server.http.exchange import HttpExchange
 from jaxserve.server.openai import chat, completions
 from jaxserve.server.openai.protocol import ChatRequest, CompletionRequest, OpenAIFields
@@ -40,7 +41,8 @@ async def render_completions(state: ServerState, exchange: HttpExchange, request
 
 async def render_chat(state: ServerState, exchange: HttpExchange, request: ChatRequest) -> None:
     """Answer with the one prompt."""
-    requests, _ = await chat.prepare(state, state.require_loaded(), exchange, request)
+    loaded = await with_template_of(state, state.require_loaded(), request.chat_template)
+    requests, _ = await chat.prepare(state, loaded, exchange, request)
     response_id = request.response_id("chatcmpl", exchange.request_id)
     await exchange.respond(_rendered(state, request, response_id, requests[0]))
 

@@ -11,7 +11,7 @@ from jaxserve.server.http.exchange import HttpExchange
 from jaxserve.server.http.fields import refuse_unsupported_fields
 from jaxserve.server.model_tasks import require_pooled
 from jaxserve.server.pooling.bodies import EncodeMeta, EncodeOutput
-from jaxserve.server.pooling.inputs import encode_input
+from jaxserve.server.pooling.inputs import default_truncation, encode_input
 from jaxserve.server.pooling.protocol import EncodeRequest
 from jaxserve.server.pooling.running import run_prompts
 from jaxserve.server.server_state import ServerState
@@ -29,7 +29,7 @@ async def encode(state: ServerState, exchange: HttpExchange, request: EncodeRequ
     if task.kind == "classify" and request.dimensions is not None:
         raise InvalidRequestError("dimensions is of embeddings, and this model labels texts", param="dimensions")
     check_dimensions(request.dimensions, task)
-    limits = TextLimits.of(loaded.engine.info.max_model_len, task, None)
+    limits = TextLimits.of(loaded.engine.info.max_model_len, task, default_truncation(state))
     prompts = await encode_input(state, loaded, task, given, limits, param=param)
     is_list = isinstance(given, list) and not isinstance(given[0], int)
     response_id = request.rid if isinstance(request.rid, str) else exchange.request_id

@@ -11,6 +11,7 @@ from jaxserve.errors import ConfigError, InvalidRequestError
 from jaxserve.model_source.pooling import PooledTask
 from jaxserve.server.generation.chat_messages import render_prompt
 from jaxserve.server.generation.prompts import LONG, run_off_event_loop, split_prompts
+from jaxserve.server.generation.request_templates import with_template_of
 from jaxserve.server.pooling.protocol import PairFields, TextFields
 from jaxserve.server.server_state import LoadedModel, ServerState
 from jaxserve.text.pair_forms import (
@@ -29,6 +30,13 @@ from jaxserve.text.requests import check_ids
 from jaxserve.text.tokenizers.escaped_marks import EscapedMarks
 
 _NONE: list[list[int]] = [[], []]
+_MESSAGE_OPTIONS = (
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template",
+    "chat_template_kwargs",
+    "escape_marks",
+)
 
 
 class _RenderingOptions(msgspec.Struct):
@@ -47,12 +55,12 @@ async def read_texts(
     """Return the ids of each text, or of the conversation. Raises `InvalidRequestError`."""
     if (request.input is None) == (request.messages is None):
         raise InvalidRequestError("Give one of input and messages", param="input")
-    limits = _limits(loaded, task, request)
+    limits = _limits(state, loaded, task, request)
     if request.messages is not None:
         if prompt_name is not None:
             raise InvalidRequestError("prompt_name needs texts in input; leave it out", param="prompt_name")
         return [await _read_messages(state, loaded, request, limits)]
-    for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "escape_marks"):
+    for name in _MESSAGE_OPTIONS:
         if getattr(request, name):
             raise InvalidRequestError(f"{name} needs messages", param=name)
     assert request.input is not None
@@ -112,7 +120,8 @@ async def read_pairs(
     """Return the ids of each pair of a query and a document. Errors call the documents by their `names`."""
     form = choose_form(task, state.config.chat_template, loaded.template_source)
     template = PairTemplate(task, loaded.template_source)
-    asked, limits, arguments = request.asked(), _limits(loaded, task, request), request.chat_template_kwargs or {}
+    asked, arguments = request.asked(), request.chat_template_kwargs or {}
+    limits = _limits(state, loaded, task, request)
     if form == "template":
         template.check(arguments, asked)
     elif arguments:
@@ -164,7 +173,7 @@ async def read_sides(
             "chat_template_kwargs: this model makes an embedding of each text alone; leave it out",
             param="chat_template_kwargs",
         )
-    limits = _limits(loaded, task, request)
+    limits = _limits(state, loaded, task, request)
     texts = [*queries[1], *documents[1]]
     names = [f"{param}[{number}]" for param, side in (queries, documents) for number in range(len(side))]
     around = loaded.tokenizer.special_tokens_around(1)
@@ -178,9 +187,14 @@ async def read_sides(
     return await run_off_event_loop(state, sum(map(len, texts)), encode)
 
 
-def _limits(loaded: LoadedModel, task: PooledTask, request: PairFields | TextFields) -> TextLimits:
+def _limits(state: ServerState, loaded: LoadedModel, task: PooledTask, request: PairFields | TextFields) -> TextLimits:
     truncate, side = request.truncate_prompt_tokens, request.truncation_side
-    return TextLimits.of(loaded.engine.info.max_model_len, task, truncate, side)
+    return TextLimits.of(loaded.engine.info.max_model_len, task, default_truncation(state, truncate), side)
+
+
+def default_truncation(state: ServerState, asked: int | None = None) -> int | None:
+    """Return the `truncate_prompt_tokens` of a request that asks for these."""
+    return -1 if asked is None and state.config.allow_auto_truncate else asked
 
 
 def _shorten(loaded: LoadedModel, request: PairFields, pairs: Sequence[tuple[str, str]]) -> Sequence[tuple[str, str]]:
@@ -228,6 +242,7 @@ async def _read_messages(state: ServerState, loaded: LoadedModel, request: TextF
         request.chat_template_kwargs,
         request.escape_marks,
     )
+    loaded = await with_template_of(state, loaded, request.chat_template)
     _, text, encoder = await render_prompt(state, loaded, request.messages or [], options)
     around = loaded.tokenizer.special_tokens_around(1) if request.add_special_tokens else _NONE
 

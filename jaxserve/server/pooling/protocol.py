@@ -11,7 +11,12 @@ from msgspec import Meta
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.server.generation.inert_fields import InertFields
-from jaxserve.server.generation.message_fields import CONTINUE_FINAL_MESSAGE, Messages, TemplateArguments
+from jaxserve.server.generation.message_fields import (
+    CONTINUE_FINAL_MESSAGE,
+    Messages,
+    TemplateArguments,
+    TemplateSource,
+)
 from jaxserve.server.http.fields import (
     MAX_SEQUENCES,
     POOLED_IDS,
@@ -85,10 +90,10 @@ class TextFields(PooledFields, kw_only=True, forbid_unknown_fields=True):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    chat_template: TemplateSource | None = None
     chat_template_kwargs: TemplateArguments | None = None
     escape_marks: bool | None = None
 
-    chat_template: Annotated[Any, accepts_only(advice="start the server with --chat-template")] = None
     media_io_kwargs: NullOrEmptyObject = None
 
 

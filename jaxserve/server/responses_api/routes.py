@@ -172,7 +172,7 @@ async def _prepare(
     longest = loaded.engine.info.max_model_len
     room = min(request.max_output_tokens or longest, longest // 4) if request.truncation == "auto" else 0
     try:
-        answer = await prepare_answer(state, loaded, asked)
+        answer = await prepare_answer(state, loaded, asked, truncates=False if request.truncation == "auto" else None)
         if len(answer.ids) + room <= longest:
             return answer
     except ContextLengthError:

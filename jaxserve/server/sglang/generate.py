@@ -45,7 +45,7 @@ async def generate(state: ServerState, exchange: HttpExchange, request: Generate
     if len(sampling_params) == 1:
         sampling_params *= len(prompts)
     samplings = [
-        _sampling(loaded, request, where, params, prompt, param)
+        _sampling(state, loaded, request, where, params, prompt, param)
         for (where, params), prompt in zip(sampling_params, prompts, strict=True)
     ]
     grammars = {
@@ -75,6 +75,7 @@ async def generate(state: ServerState, exchange: HttpExchange, request: Generate
         is_list or len(ids) > 1,
         exchange.arrival,
         shows_all=not state.config.incremental_streaming_output,
+        weight_version=state.config.weight_version,
     )
     await respond(
         state,
@@ -111,10 +112,23 @@ def _num_samples(request: GenerateRequest) -> int | None:
 
 
 def _sampling(
-    loaded: LoadedModel, request: GenerateRequest, where: str, params: GenerateSampling, prompt: list[int], param: str
+    state: ServerState,
+    loaded: LoadedModel,
+    request: GenerateRequest,
+    where: str,
+    params: GenerateSampling,
+    prompt: list[int],
+    param: str,
 ) -> SamplingParams:
     default = max(DEFAULT_MAX_TOKENS, params.min_new_tokens or 0)
-    limit = max_output_tokens(len(prompt), params.max_new_tokens, default, loaded, param=param)
+    limit = max_output_tokens(
+        len(prompt),
+        params.max_new_tokens,
+        default,
+        loaded,
+        param=param,
+        truncates=state.config.allow_auto_truncate,
+    )
     logprobs = (request.top_logprobs_num or 0) if request.return_logprob else None
     prompt_logprobs = None if request.first_logprob is None else logprobs
     defaults = loaded.sampling_defaults.options
@@ -131,6 +145,7 @@ class _GenerateShape(ResponseShape):
     ids: list[str]
     is_list: bool
     arrival: float
+    weight_version: str
     shows_all: bool
     _prompts: dict[int, list[TokenLogprobs | None]] = field(default_factory=dict)
 
@@ -156,6 +171,7 @@ class _GenerateShape(ResponseShape):
             finish_reason=_finish_reason(choice, output),
             prompt_tokens=len(choice.prompt_ids),
             completion_tokens=choice.num_tokens,
+            weight_version=self.weight_version,
         )
         if output.usage is not None:
             meta.cached_tokens = output.usage.cached_tokens

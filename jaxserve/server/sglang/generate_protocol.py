@@ -158,6 +158,7 @@ class MetaInfo(msgspec.Struct, omit_defaults=True):
     finish_reason: dict[str, Any] | None
     prompt_tokens: int
     completion_tokens: int
+    weight_version: str
     cached_tokens: int | msgspec.UnsetType = msgspec.UNSET
     e2e_latency: float | msgspec.UnsetType = msgspec.UNSET
     input_token_logprobs: list[tuple[float | None, int, str | None]] | msgspec.UnsetType = msgspec.UNSET

@@ -1,4 +1,5 @@
-"""Routes that OpenAI does not have: `/tokenize` and `/detokenize` (vLLM's shapes), `/abort_request` (SGLang's)."""
+"""Routes that OpenAI does not have: `/tokenize`, `/detokenize` and `/tokenizer_info` (vLLM's shapes), `/abort_request`
+(SGLang's)."""
 
 from __future__ import annotations
 
@@ -9,8 +10,15 @@ import msgspec
 from jaxserve.errors import InvalidRequestError
 from jaxserve.server.generation.chat_messages import render_prompt
 from jaxserve.server.generation.chat_tools import Tools, chat_tool_use
-from jaxserve.server.generation.message_fields import CONTINUE_FINAL_MESSAGE, Documents, Messages, TemplateArguments
+from jaxserve.server.generation.message_fields import (
+    CONTINUE_FINAL_MESSAGE,
+    Documents,
+    Messages,
+    TemplateArguments,
+    TemplateSource,
+)
 from jaxserve.server.generation.prompts import encode_texts, run_off_event_loop
+from jaxserve.server.generation.request_templates import with_template_of
 from jaxserve.server.http.exchange import HttpExchange
 from jaxserve.server.http.fields import (
     ModelName,
@@ -28,6 +36,7 @@ from jaxserve.text.requests import check_ids
 _CHAT_FIELDS = (
     "add_generation_prompt",
     "continue_final_message",
+    "chat_template",
     "chat_template_kwargs",
     "documents",
     "tools",
@@ -57,6 +66,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    chat_template: TemplateSource | None = None
     chat_template_kwargs: TemplateArguments | None = None
     documents: Documents | None = None
     escape_marks: bool | None = None
@@ -64,7 +74,6 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     tools: Tools | None = None
 
-    chat_template: Null = None
     mm_processor_kwargs: NullOrEmptyObject = None
     media_io_kwargs: NullOrEmptyObject = None
     return_token_offsets: NullOrFalse = None
@@ -127,6 +136,7 @@ async def tokenize(state: ServerState, exchange: HttpExchange, request: Tokenize
         raise InvalidRequestError("Give one of prompt and messages", param="prompt")
     if request.messages is not None:
         tools = chat_tool_use(request.tools, None, several=True)
+        loaded = await with_template_of(state, loaded, request.chat_template)
         _, text, encoder = await render_prompt(state, loaded, request.messages, request, tools.shown if tools else None)
         add_special_tokens = request.add_special_tokens is True
     else:
@@ -142,6 +152,19 @@ async def tokenize(state: ServerState, exchange: HttpExchange, request: Tokenize
     if request.return_token_strs:
         names = await run_off_event_loop(state, len(ids), lambda: [loaded.tokenizer.token_text(token) for token in ids])
     await exchange.respond(TokenizeResponse(len(ids), loaded.max_model_len, ids, names))
+
+
+async def tokenizer_info(state: ServerState, exchange: HttpExchange) -> None:
+    """Answer with what a tokenizer_config.json of this tokenizer would say, and the chat template that is used."""
+    loaded = state.require_loaded()
+    tokenizer = loaded.tokenizer
+    info: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **tokenizer.special_tokens,
+        "model_max_length": loaded.max_model_len,
+        "added_tokens_decoder": tokenizer.added_tokens(),
+    }
+    await exchange.respond(info | ({"chat_template": loaded.template_source} if loaded.template_source else {}))
 
 
 async def detokenize(state: ServerState, exchange: HttpExchange, request: DetokenizeRequest) -> None:

@@ -220,6 +220,10 @@ class Tokenizer:
         token_id = self._backend.token_to_id(text)
         return token_id if token_id in self.skipped_ids else None
 
+    def added_tokens(self) -> dict[int, str]:
+        """Return the tokens beside those of the vocabulary's own model, special ones among them, by id."""
+        return {token_id: token.content for token_id, token in self._backend.get_added_tokens_decoder().items()}
+
     def special_texts(self) -> list[str]:
         """Return how the special tokens are written."""
         return [text for token_id in self.skipped_ids if (text := self._backend.id_to_token(token_id))]

@@ -25,6 +25,16 @@ NEEDS = {
     "prompt_lookup_max": ["--speculative-method=ngram"],
     "prompt_lookup_min": ["--speculative-method=ngram"],
     "speculative_disable_by_batch_size": ["--speculative-method=ngram"],
+    **{
+        name: ["--schedule-policy=priority"]
+        for name in (
+            "schedule_low_priority_values_first",
+            "default_priority_value",
+            "disable_priority_preemption",
+            "priority_scheduling_preemption_threshold",
+        )
+    },
+    "fingerprint_value": ["--fingerprint-mode=custom"],
     "hicache_ratio": ["--enable-hierarchical-cache"],
     "hicache_size": ["--enable-hierarchical-cache"],
     "hicache_write_policy": ["--enable-hierarchical-cache"],

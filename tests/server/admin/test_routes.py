@@ -9,6 +9,7 @@ from jaxserve.config.schema import EngineConfig
 from jaxserve.config.server_schema import ServerConfig
 from jaxserve.server.server_state import ServerState
 from tests.server.conftest import ServerUnderTest, over_asgi
+from tests.server.tiny import TEMPLATE
 
 PROMPT = {"prompt": "a", "max_tokens": 2}
 
@@ -16,6 +17,8 @@ PROMPT = {"prompt": "a", "max_tokens": 2}
 async def test_ready(server: ServerUnderTest):
     assert (await server.http.get("/health")).json() == {"status": "ok"}
     assert (await server.http.get("/ready")).json() == {"status": "ready"}
+    for method in ("GET", "POST"):
+        assert (await server.http.request(method, "/ping")).json() == {"status": "ok"}
 
 
 async def test_starting():
@@ -26,7 +29,7 @@ async def test_starting():
     state = ServerState(ServerConfig(), EngineConfig())
     transport = httpx.ASGITransport(make_app(state))
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
-        for path in ("/health", "/ready"):
+        for path in ("/health", "/ping", "/ready"):
             response = await http.get(path)
             assert (response.status_code, response.json()) == (503, {"status": "starting"})
         response = await http.post("/v1/completions", json=PROMPT)
@@ -134,6 +137,14 @@ async def test_flush_cache(server: ServerUnderTest, method: str):
     assert server.engine.num_flushes == 1
 
 
+async def test_vllms_name_of_flush_cache(server: ServerUnderTest):
+    answer = await server.http.post("/reset_prefix_cache?reset_running_requests=false&reset_external=true")
+    assert (answer.json(), server.engine.num_flushes) == ({"success": True}, 1)
+    refused = await server.http.post("/reset_prefix_cache?reset_running_requests=True")
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "reset_running_requests")
+    assert server.engine.num_flushes == 1
+
+
 async def test_flush_cache_reports_why_it_failed(server: ServerUnderTest):
     async def never(timeout: float) -> int:
         raise TimeoutError
@@ -153,6 +164,19 @@ async def test_version(server: ServerUnderTest):
     import jaxserve
 
     assert (await server.http.get("/version")).json() == {"version": jaxserve.__version__}
+
+
+async def test_tokenizer_info(server: ServerUnderTest):
+    assert (await server.http.get("/tokenizer_info")).status_code == 404
+    async with over_asgi(enable_tokenizer_info_endpoint=True) as informing:
+        assert (await informing.http.get("/tokenizer_info")).json() == {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": "<s>",
+            "model_max_length": 512,
+            "added_tokens_decoder": {"256": "<s>", "257": "<|im_start|>", "258": "<|im_end|>"},
+            "chat_template": TEMPLATE,
+        }
+        assert "/tokenizer_info" in (await informing.http.get("/openapi.json")).json()["paths"]
 
 
 async def test_the_tokenizer_routes(server: ServerUnderTest):

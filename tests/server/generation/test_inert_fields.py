@@ -176,7 +176,7 @@ HARMFUL_OF_ROUTES: dict[str, dict[str, tuple[Any, str]]] = {
         "truncate_prompt_tokens": (8, "/tokenize"),
         "logits_processors": (["p"], "logit_bias"),
         "lora_path": ("l", "merged"),
-        "chat_template": ("{{ 1 }}", "--chat-template"),
+        "chat_template": ("{{ 1 }}", "--trust-request-chat-template"),
         "input_ids": ([1], "/v1/completions"),
     },
     "/v1/completions": {"suffix": ("s", "infilling")},

@@ -9,7 +9,7 @@ from tests.server.conftest import ServerUnderTest, over_asgi, over_socket
 KEY = "sk-тайна"
 
 
-@pytest.mark.parametrize("path", ["/health", "/ready", "/metrics"])
+@pytest.mark.parametrize("path", ["/health", "/ping", "/ready", "/metrics"])
 async def test_probes_and_scrapers_need_no_key(path: str):
     async with over_asgi(api_key=KEY) as server:
         assert (await server.http.get(path)).status_code == 200
@@ -23,6 +23,8 @@ async def test_probes_and_scrapers_need_no_key(path: str):
         "/v1/completions",
         "/server_info",
         "/flush_cache",
+        "/reset_prefix_cache",
+        "/tokenizer_info",
         "/openapi.json",
         "/version",
         "/nothing",

@@ -27,9 +27,14 @@ async def test_sglangs_shape(server: ServerUnderTest):
             "finish_reason": {"type": "length", "length": 3},
             "prompt_tokens": 5,
             "completion_tokens": 3,
+            "weight_version": "default",
             "cached_tokens": 0,
         },
     }
+    async with over_asgi(weight_version="of-today") as other:
+        meta = (await generate(other, text="hello"))["meta_info"]
+        infos = [(await other.http.get(path)).json() for path in ("/model_info", "/get_model_info", "/server_info")]
+    assert [meta["weight_version"], *(info["weight_version"] for info in infos)] == ["of-today"] * 4
 
 
 async def test_defaults(server: ServerUnderTest):
