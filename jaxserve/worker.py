@@ -16,9 +16,9 @@ from typing import Any
 import msgspec
 from jax.sharding import Mesh
 
-from jaxserve import model_source
 from jaxserve.api_types import EngineInfo, KVGroup
 from jaxserve.config.data_parallel import parallelism
+from jaxserve.config.model_files import fetch_files
 from jaxserve.config.schema import EngineConfig
 from jaxserve.config.served_checkpoint import read_served_checkpoint
 from jaxserve.engine.core.loop import EngineLoop
@@ -76,7 +76,7 @@ from jaxserve.runtime.sizing.sizes import Sizes
 from jaxserve.runtime.sizing.temp_memory import size_pool_by_compiler
 from jaxserve.runtime.step.program import ProgramKey
 from jaxserve.text.grammars.vocabulary import load_vocabulary
-from jaxserve.text.tokenizers.tokenizer import load_tokenizer
+from jaxserve.text.tokenizers.served_tokenizer import load_served_tokenizer
 from jaxserve.weights import check_tensors, checkpoint_kv_scales, stored_types
 from jaxserve.weights.kv_scales import KVScales
 
@@ -162,9 +162,7 @@ def _prepare(config: EngineConfig, nodes: ProcessGroup | None) -> _EngineParts:
         devices, local = _find_devices(config, nodes)
         device = local[0]
     with phases("model"):
-        source = model_source.resolve(config.model)
-        if config.speculative_model is not None:
-            model_source.resolve(config.speculative_model)
+        source = fetch_files(config)
         served = read_served_checkpoint(config, source)
         model = parse_model_config(served.raw, served.where, served.task)
         check_tensors(source, model, config.load_format)
@@ -388,7 +386,7 @@ def _causal_scheduler(
         record_cache_events=config.kv_events_config is not None,
         speculation=speculation,
         overlap=not config.disable_overlap_schedule,
-        grammars=Grammars(lambda: load_vocabulary(load_tokenizer(model_source.resolve(config.model)))),
+        grammars=Grammars(lambda: load_vocabulary(load_served_tokenizer(config))),
     )
 
 

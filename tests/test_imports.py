@@ -56,15 +56,16 @@ ORDER_INSIDE = {
     "jaxserve.bench": "datasets processes | engine load | results | accuracy sweep | tune",
     "jaxserve.cli": "common | bench chat compile config convert doctor generate main pull serve translation | "
                     "plan translate",
-    "jaxserve.config": "mappings nearest other_engines pipeline processes speculation threads | kv_events ranges | "
-                       "schema server_schema | data_parallel served_checkpoint settings | load | explain",
+    "jaxserve.config": "mappings nearest other_engines pipeline processes sampling_defaults speculation threads | "
+                       "kv_events ranges | schema server_schema | data_parallel model_files settings | "
+                       "load served_checkpoint | explain",
     "jaxserve.engine": "kv_cache multihost speculation | scheduling | core | process | client",
     "jaxserve.layers": "axes batch exchange | linear norm rope vocabulary | attention delta_net embedding mlp | "
                        "latent_attention mixture",
     "jaxserve.llm": "outputs | generation pooling | llm",
-    "jaxserve.model_source": "builtin_models fields gguf_row pooling | architectures builtin gguf_encoders "
+    "jaxserve.model_source": "builtin_models fields gguf_row hub pooling | architectures builtin gguf_encoders "
                              "gguf_metadata sentence_modules | encoder_heads gguf_architectures gguf_pooling | "
-                             "gguf_config | source | token_ids | label_heads | tasks",
+                             "gguf_config | source | generation_config token_ids | label_heads | tasks",
     "jaxserve.models": "config dtypes read_fields rope | layout | parameters | decoder other_attention | "
                        "encoders gemma llama | "
                        "cohere glm granite ministral3 mixtures olmo phi3 seed_oss smollm3 starcoder2 | "

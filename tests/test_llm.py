@@ -24,7 +24,7 @@ from jaxserve.errors import (
     InvalidRequestError,
     RequestFailedError,
 )
-from tests.tiny_model import EOS_ID, VOCAB_SIZE, tiny_settings
+from tests.tiny_model import EOS_ID, VOCAB_SIZE, byte_tokenizer, tiny_settings
 
 pytestmark = pytest.mark.slow
 
@@ -417,3 +417,18 @@ def test_arguments_of_other_types_are_refused(llm: LLM) -> None:
         llm.generate("abc", {"max_tokens": 3})
     with pytest.raises(InvalidRequestError, match=r"a conversation is a list of messages .*, got str"):
         llm.chat("hi")
+
+
+def test_prompts_without_params_and_another_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> None:
+    other = tmp_path_factory.mktemp("tokenizer")
+    byte_tokenizer("<b>", "</b>").save(str(other / "tokenizer.json"))
+    (other / "tokenizer_config.json").write_text('{"chat_template": "<b>"}')
+    override = {"temperature": 0.0, "max_new_tokens": 3}
+    with LLM(**tiny_settings(tmp_path_factory), tokenizer_path=str(other), override_generation_config=override) as llm:
+        assert llm.get_default_sampling_params() == SamplingParams(temperature=0.0, max_tokens=3)
+        outputs = [llm.generate("<b>", use_tqdm=False)[0], llm.chat(CHAT, use_tqdm=False)[0]]
+        greedy = llm.generate([256], SamplingParams(temperature=0.0, max_tokens=3), use_tqdm=False)[0]
+        assert len(llm.generate("x", GREEDY, use_tqdm=False)[0].outputs[0].token_ids) == 12
+    for output in outputs:
+        assert output.prompt_token_ids == [256]
+        assert output.outputs == greedy.outputs

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from jaxserve.api_types import SamplingParams
     from jaxserve.llm import LLM
 
+_FALLBACKS = {"temperature": 0.7}
 _HELP = "/clear starts a new conversation, /exit quits; Ctrl-C stops an answer"
 
 
@@ -26,7 +27,7 @@ def parser() -> Parser:
     """Return the parser of `jaxserve chat`."""
     parser = Parser(prog="jaxserve chat", description=__doc__, epilog=_HELP)
     parser.add_argument("--system", metavar="TEXT", help="system message of the conversation")
-    add_sampling(parser, temperature=0.7)
+    add_sampling(parser, **_FALLBACKS)
     flags.add_settings(parser, hidden=NUMBERS)
     return parser
 
@@ -35,7 +36,7 @@ def main(argv: list[str]) -> int:
     """Run the command and return the exit code."""
     arguments = parser().parse(argv)
     settings = flags.llm_arguments(flags.config_from_arguments(arguments))
-    sampling_params(arguments)
+    sampling_params(arguments, **_FALLBACKS)
 
     from jaxserve.llm import LLM
 
@@ -52,7 +53,10 @@ def main(argv: list[str]) -> int:
             messages.append({"role": "user", "content": line})
             try:
                 ids = llm.encode_chat(messages)
-                params = sampling_params(arguments, max_tokens=max(llm.max_model_len - len(ids), 1))
+                defaults = llm.sampling_defaults
+                left = max(llm.max_model_len - len(ids), 1)
+                fallbacks = {**_FALLBACKS, **defaults.options, "max_tokens": defaults.limited(left)}
+                params = sampling_params(arguments, **fallbacks)
                 messages.append({"role": "assistant", "content": _answer(llm, ids, params)})
             except InvalidRequestError as error:
                 _say(f"{error} (/clear starts a new conversation)")

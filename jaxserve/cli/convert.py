@@ -17,15 +17,15 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from jaxserve import model_source
 from jaxserve.cli.common import flags
 from jaxserve.cli.common.parser import Parser
+from jaxserve.config.model_files import model_files
 from jaxserve.config.schema import EngineConfig
 from jaxserve.errors import ConfigError
 
 _SETTINGS = (
     "model", "runner", "convert", "pooling", "hf_overrides", "load_format", "dtype", "quantization", "random_seed",
-    "log_level",
+    "log_level", "revision", "download_dir",
 )  # fmt: skip
 
 
@@ -80,7 +80,7 @@ def _convert(config: EngineConfig, folder: Path) -> None:
     from jaxserve.text.tokenizers.save import save_tokenizer
     from jaxserve.weights.convert import convert
 
-    source = model_source.resolve(config.model)
+    source = model_files(config)
     save_tokenizer(source, folder)
     with tqdm(desc="Writing weights", unit="B", unit_scale=True, file=sys.stderr, dynamic_ncols=True) as bar:
 

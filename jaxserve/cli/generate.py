@@ -10,12 +10,14 @@ from jaxserve.cli.common.parser import Parser
 from jaxserve.cli.common.sampling import NUMBERS, add_sampling, sampling_params
 from jaxserve.errors import ConfigError
 
+_FALLBACKS = {"max_tokens": 128, "temperature": 0.0}
+
 
 def parser() -> Parser:
     """Return the parser of `jaxserve generate`."""
     parser = Parser(prog="jaxserve generate", description=__doc__)
     parser.add_argument("prompt", nargs="?", help="the text to continue (default: read from standard input)")
-    add_sampling(parser, max_tokens=128, temperature=0.0)
+    add_sampling(parser, **_FALLBACKS)
     flags.add_settings(parser, hidden=NUMBERS)
     return parser
 
@@ -24,14 +26,16 @@ def main(argv: list[str]) -> int:
     """Run the command and return the exit code."""
     arguments = parser().parse(argv)
     settings = flags.llm_arguments(flags.config_from_arguments(arguments))
-    params = sampling_params(arguments)
+    sampling_params(arguments, **_FALLBACKS)
     prompt = _prompt(arguments.prompt)
 
     from jaxserve.llm import LLM
 
-    with LLM(**settings) as llm, contextlib.closing(llm.stream(prompt, params)) as deltas:
-        for delta in deltas:
-            print(delta.text, end="", flush=True)
+    with LLM(**settings) as llm:
+        params = sampling_params(arguments, **{**_FALLBACKS, **llm.sampling_defaults.fields})
+        with contextlib.closing(llm.stream(prompt, params)) as deltas:
+            for delta in deltas:
+                print(delta.text, end="", flush=True)
         print()
     return 0
 

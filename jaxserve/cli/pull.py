@@ -1,10 +1,15 @@
-"""`jaxserve pull`: downloads built-in models into the cache, so that a later start needs no network."""
+"""`jaxserve pull`: downloads models, so that a later start needs no network.
+
+Built-in models are kept in $JAXSERVE_HOME, those of the Hugging Face hub in its cache or in --download-dir.
+"""
 
 from __future__ import annotations
 
 from jaxserve import model_source
 from jaxserve.cli.common.parser import Parser
-from jaxserve.config.schema import DEFAULT_MODEL
+from jaxserve.config.model_files import model_files
+from jaxserve.config.schema import DEFAULT_MODEL, EngineConfig
+from jaxserve.errors import ConfigError
 from jaxserve.model_source import BUILTIN_MODELS
 
 
@@ -16,9 +21,11 @@ def parser() -> Parser:
         metavar="model",
         nargs="*",
         default=[DEFAULT_MODEL],
-        help=f"a built-in name: {', '.join(BUILTIN_MODELS)} (default {DEFAULT_MODEL})",
+        help=f"a built-in name: {', '.join(BUILTIN_MODELS)} (default {DEFAULT_MODEL}); or a hub id (org/name)",
     )
-    parser.add_argument("--force", action="store_true", help="download it again even if it is in the cache")
+    parser.add_argument("--force", action="store_true", help="download a built-in model again even if it is there")
+    parser.add_argument("--revision", metavar="TEXT", help="branch, tag or commit of the hub's model")
+    parser.add_argument("--download-dir", metavar="DIR", help="folder for the files of the hub's models")
     return parser
 
 
@@ -26,5 +33,14 @@ def main(argv: list[str]) -> int:
     """Run the command: print the path of each model and return the exit code."""
     arguments = parser().parse(argv)
     for model in arguments.models:
-        print(model_source.pull(model, force=arguments.force), flush=True)
+        print(_pull(model, arguments.force, arguments.revision, arguments.download_dir), flush=True)
     return 0
+
+
+def _pull(model: str, force: bool, revision: str | None, folder: str | None) -> object:
+    config = EngineConfig(model=model, revision=revision, download_dir=folder)
+    if revision is None and not model_source.is_hub_id(model):
+        return model_source.pull(model, force=force)
+    if force:
+        raise ConfigError(f"--force is for built-in models; `hf download {model} --force-download` does it for a hub's")
+    return model_files(config).path

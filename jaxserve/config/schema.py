@@ -60,7 +60,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         str | None, Meta(description="folder or hub id whose tokenizer is used instead of the model's own")
     ] = None
     tokenizer_revision: Annotated[
-        str | None, Meta(description="branch, tag or commit of tokenizer_path on the hub")
+        str | None,
+        Meta(description="branch, tag or commit of the tokenizer on the hub; default: revision, if it is the model's"),
     ] = None
     download_dir: Annotated[
         str | None, Meta(description="folder for the files of hub models; default: the cache of huggingface_hub")

@@ -9,9 +9,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from jaxserve.config.model_files import fetch_model_config, has_other_tokenizer, tokenizer_files
 from jaxserve.config.schema import EngineConfig
 from jaxserve.errors import ConfigError
-from jaxserve.model_source import ModelSource, fetch_config, read_config
+from jaxserve.model_source import ModelSource, read_config
 from jaxserve.model_source.pooling import ModelTask
 from jaxserve.model_source.tasks import read_task
 
@@ -24,6 +25,14 @@ class ServedCheckpoint:
     where: str
     task: ModelTask
 
+    @property
+    def vocab_size(self) -> int | None:
+        """The number of token ids that the model knows, None if its config doesn't say."""
+        # A model of images and texts has its text model inside.
+        inner = self.raw.get("text_config")
+        found = (inner if isinstance(inner, Mapping) else {}).get("vocab_size", self.raw.get("vocab_size"))
+        return found if isinstance(found, int) else None
+
 
 def read_served_checkpoint(config: EngineConfig, source: ModelSource) -> ServedCheckpoint:
     """Return what a configuration serves, whose model has these files. Raises `ConfigError`."""
@@ -32,13 +41,14 @@ def read_served_checkpoint(config: EngineConfig, source: ModelSource) -> ServedC
 
 def fetch_served_checkpoint(config: EngineConfig) -> ServedCheckpoint:
     """Return what a configuration serves, for callers that need no weights. Raises as `fetch_config` does."""
-    raw, source = fetch_config(config.model)
+    raw, source = fetch_model_config(config)
     return _served(config, raw, source, f"config of {config.model}")
 
 
 def _served(config: EngineConfig, raw: Mapping[str, Any], source: ModelSource | None, where: str) -> ServedCheckpoint:
     raw = merged(raw, config.hf_overrides or {})
-    task = read_task(source, raw, runner=config.runner, convert=config.convert, pooling=config.pooling)
+    asked: dict[str, Any] = {"runner": config.runner, "convert": config.convert, "pooling": config.pooling}
+    task = read_task(source, raw, tokenizer=tokenizer_files(config) if has_other_tokenizer(config) else source, **asked)
     if config.speculative_method != "none" and not task.generates:
         raise ConfigError(
             f"speculative_method={config.speculative_method} drafts tokens, and {config.model} is served for vectors "

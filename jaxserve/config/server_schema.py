@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from jaxserve.config.ranges import SERVER_RANGES, check_ranges
+from jaxserve.config.sampling_defaults import read_override
 from jaxserve.errors import ConfigError
 
 SHARED_SERVER_SETTINGS = frozenset(
@@ -136,7 +137,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = "auto"
     override_generation_config: Annotated[
         dict[str, Any] | None,
-        Meta(description='sampling options over those of generation_config, as JSON, such as {"temperature": 0.6}'),
+        Meta(
+            description='sampling options over those of generation_config, as JSON, such as {"temperature": 0.6}; '
+            "max_new_tokens limits all answers of a server"
+        ),
     ] = None
     max_logprobs: Annotated[
         int, Meta(description="most alternatives to each token whose log probabilities a request may ask for")
@@ -266,4 +270,5 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         others = [name for name in self.metrics_prefix if name not in METRICS_PREFIXES]
         if others:
             raise ConfigError(f"metrics_prefix must be one of {', '.join(METRICS_PREFIXES)}, got {others[0]!r}")
+        read_override(self.override_generation_config or {})
         check_ranges(self, SERVER_RANGES)

@@ -13,13 +13,14 @@ from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxserve import model_source
 from jaxserve.api_types import (
     ProfileInfo,
     SamplingParams,
 )
 from jaxserve.config.data_parallel import require_single_process
 from jaxserve.config.load import from_arguments
+from jaxserve.config.model_files import model_files
+from jaxserve.config.sampling_defaults import SamplingDefaults, read_sampling_defaults
 from jaxserve.config.schema import DEFAULT_MODEL
 from jaxserve.config.served_checkpoint import read_served_checkpoint
 from jaxserve.config.server_schema import SHARED_SERVER_SETTINGS, ServerConfig
@@ -50,7 +51,7 @@ from jaxserve.text.prompt_forms import (
 from jaxserve.text.requests import check_ids
 from jaxserve.text.tokenizers.chat_template_files import choose_chat_template
 from jaxserve.text.tokenizers.escaped_marks import EscapedMarks
-from jaxserve.text.tokenizers.tokenizer import load_tokenizer
+from jaxserve.text.tokenizers.served_tokenizer import load_served_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -73,20 +74,28 @@ class LLM:
         for note in loaded.notes:
             logger.warning(note)
         config = require_single_process(loaded.engine, "LLM")
-        source = model_source.resolve(config.model)
+        source = model_files(config)
         self._task = read_served_checkpoint(config, source).task
-        tokenizer = load_tokenizer(source)
+        tokenizer = load_served_tokenizer(config)
         template = choose_chat_template(loaded.server.chat_template, tokenizer.chat_templates)
         self._template = ChatTemplate(template, tokenizer.special_tokens)
         self._tokenizer = tokenizer.with_turn_end(self._template.turn_end())
         self._marks = EscapedMarks(self._tokenizer) if loaded.server.escape_marks else None
         self._grammars = GrammarChecker(self._tokenizer)
+        self.sampling_defaults = SamplingDefaults()
+        if self._task.generates:
+            choice, override = loaded.server.generation_config, loaded.server.override_generation_config
+            self.sampling_defaults = read_sampling_defaults(choice, override, source)
         self._engine = SharedEngine(InProcessEngine.start(config))
         self._generation = OfflineGeneration(self._engine, self._tokenizer)
         self._pooling = None
         if (pooled := self._task.pooled) is not None:
             forms = self._template, template or "", loaded.server.chat_template
             self._pooling = OfflinePooling(self._engine, self._tokenizer, pooled, *forms)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return the parameters of prompts that have none: those of the model's generation_config.json."""
+        return SamplingParams(**self.sampling_defaults.fields)
 
     def generate(
         self,
@@ -304,7 +313,7 @@ class LLM:
                 "tokens; shorten the prompt, or raise context_length",
                 param="prompt",
             )
-        params = SamplingParams() if params is None else params
+        params = self.get_default_sampling_params() if params is None else params
         if not isinstance(params, SamplingParams):
             raise InvalidRequestError(
                 f"sampling_params must be a SamplingParams, got a {type(params).__name__}", param="sampling_params"

@@ -6,11 +6,13 @@
 
 from jaxserve.model_source.builtin import jaxserve_home, pull
 from jaxserve.model_source.builtin_models import BUILTIN_MODELS
+from jaxserve.model_source.hub import HubVersion
 from jaxserve.model_source.source import (
     CHECKPOINT_FILE,
     ModelSource,
     fetch_config,
     find_tokenizer_files,
+    is_hub_id,
     orbax_hint,
     read_config,
     resolve,
@@ -21,9 +23,11 @@ from jaxserve.model_source.source import (
 __all__ = [
     "BUILTIN_MODELS",
     "CHECKPOINT_FILE",
+    "HubVersion",
     "ModelSource",
     "fetch_config",
     "find_tokenizer_files",
+    "is_hub_id",
     "jaxserve_home",
     "orbax_hint",
     "pull",

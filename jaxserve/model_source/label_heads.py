@@ -36,11 +36,15 @@ _FUNCTIONS: dict[str, LabelActivation] = {"Identity": "none", "Sigmoid": "sigmoi
 
 @dataclasses.dataclass(frozen=True)
 class LabelHeads:
-    """The heads that a checkpoint may have; `fields` are those of its config. Without a `source`, only that is here."""
+    """The heads that a checkpoint may have; `fields` are those of its config. Without a `source`, only that is here.
+
+    `tokenizer` has the ids of tokens; it is most often the `source`.
+    """
 
     model: ModelClass
     fields: Fields
     source: ModelSource | None
+    tokenizer: ModelSource | None
 
     def of_own_layers(self) -> PooledTask:
         """Return the task of a head with layers of its own, of a classifier or of a reward model."""
@@ -63,7 +67,7 @@ class LabelHeads:
         return dataclasses.replace(found, pooling=pooling)
 
     def of_token_texts(self) -> PooledTask:
-        """Return the task of the tokens that `classifier_from_token` names. Without a source, their ids are 0, 1, …
+        """Return the task of the tokens that `classifier_from_token` names. Without a tokenizer, their ids are 0, 1, …
 
         Raises `ConfigError` for a text that is no token.
         """
@@ -77,7 +81,7 @@ class LabelHeads:
         if two_way and len(texts) != 2:
             raise ConfigError(f"{fields.where}: {TOKENS} should name two tokens for one score, it names {len(texts)}")
         ids = []
-        for text, one in zip(texts, range(len(texts)) if self.source is None else token_ids(self.source, texts)):
+        for text, one in zip(texts, range(len(texts)) if self.tokenizer is None else token_ids(self.tokenizer, texts)):
             if one is None:
                 raise ConfigError(
                     f"{fields.where}: {TOKENS}: {abbreviate(text)} is no token of the vocabulary; write a token as "
@@ -113,9 +117,9 @@ class LabelHeads:
                 f"{self.fields.where}: convert=classify: {self.model.name} has no head of labels; its "
                 "…ForSequenceClassification has one. Leave convert at auto for embeddings, which rank documents, too"
             )
-        ids: Sequence[int | None] = (0, 1) if self.source is None else ()
-        if self.source is not None and self.model.family == _QWEN3:
-            ids = token_ids(self.source, _NO_YES)
+        ids: Sequence[int | None] = (0, 1) if self.tokenizer is None else ()
+        if self.tokenizer is not None and self.model.family == _QWEN3:
+            ids = token_ids(self.tokenizer, _NO_YES)
         found = [one for one in ids if one is not None]
         if len(found) != 2 or self.model.family != _QWEN3:
             raise ConfigError(

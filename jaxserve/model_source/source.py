@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,16 +12,10 @@ from jaxserve.model_source.builtin_models import BUILTIN_MODELS
 from jaxserve.model_source.fields import Fields, read_json
 from jaxserve.model_source.gguf_config import config_from_gguf
 from jaxserve.model_source.gguf_metadata import MAGIC, GGUFMetadata
+from jaxserve.model_source.hub import HUB_ID, HubVersion, hub_folder
 
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _TOKENIZER_FILES = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
 _HUB_FILES = ("*.safetensors", *_TOKENIZER_FILES)
-# Of a repository's subfolders only further chat templates and the modules of sentence-transformers, such as 1_Pooling,
-# are wanted; others repeat the model in another format
-_UNWANTED_HUB_FILES = (
-    *(f"{folder}/{file}" for folder in ("[!0-9]*", "?[!_]*") for file in ("*.json", "*.model", "*.safetensors")),
-    "consolidated*",
-)
 _MORE_TEMPLATES = "additional_chat_templates/*.jinja"
 _MODULE_CONFIGS = "[0-9]_*/config.json"
 # What tells a model's config and what it is for
@@ -37,6 +29,8 @@ _CONFIG_FILES = (
     "added_tokens.json",
     _MODULE_CONFIGS,
 )
+
+_MAIN = HubVersion()
 
 CHECKPOINT_FILE = "jaxserve_checkpoint.json"
 """The manifest of a folder of `jaxserve convert`, by which the folder is recognized."""
@@ -60,11 +54,11 @@ class ModelSource:
         return self.path if self.kind == "gguf" else self.path / "config.json"
 
 
-def resolve(model: str, *, offline: bool = False) -> ModelSource:
+def resolve(model: str, version: HubVersion = _MAIN, *, offline: bool = False) -> ModelSource:
     """Return the files of `model`: a built-in name, a folder, a .gguf file, or a hub id, tried in this order.
 
-    A built-in or hub model that isn't on this machine is downloaded, unless `offline`. Raises `ModelNotFoundError`,
-    which says what was looked for and what to do.
+    `version` is that of a hub model. A built-in or hub model that isn't on this machine is downloaded, unless
+    `offline`. Raises `ModelNotFoundError`, which says what was looked for and what to do.
     """
     if model in BUILTIN_MODELS:
         if offline and not is_pulled(model):
@@ -81,15 +75,15 @@ def resolve(model: str, *, offline: bool = False) -> ModelSource:
         return _gguf(path)
     if path.suffix == ".gguf" or path.is_absolute() or model.startswith((".", "~")):
         raise ModelNotFoundError(f"--model {model!r}: there is no such file or folder")
-    if _HUB_ID.fullmatch(model):
-        return _folder(_hub_folder(model, offline), model)
+    if HUB_ID.fullmatch(model):
+        return _folder(hub_folder(model, version, _HUB_FILES, offline=offline), model)
     raise ModelNotFoundError(
         f"--model {model!r} is no built-in name, no folder or .gguf file here, and no hub id (org/name); "
         f"{suggest_builtin(model)}"
     )
 
 
-def resolve_tokenizer(model: str) -> ModelSource:
+def resolve_tokenizer(model: str, version: HubVersion = _MAIN) -> ModelSource:
     """Return the files of a model's tokenizer. Raises `ModelNotFoundError`.
 
     Like `resolve`, but downloads no weights from the hub, and accepts a folder that holds only the tokenizer's files.
@@ -97,8 +91,8 @@ def resolve_tokenizer(model: str) -> ModelSource:
     path = Path(model).expanduser()
     if path.is_dir():
         return ModelSource(path, "folder", path.resolve().name)
-    if _is_hub_id(model):
-        return ModelSource(_hub_folder(model, offline=False, files=_TOKENIZER_FILES), "folder", model)
+    if is_hub_id(model):
+        return ModelSource(hub_folder(model, version, _TOKENIZER_FILES, offline=False), "folder", model)
     return resolve(model)
 
 
@@ -120,7 +114,7 @@ def read_config(source: ModelSource) -> dict[str, Any]:
     return read_json(source.config_file)
 
 
-def resolve_local(model: str) -> ModelSource | None:
+def resolve_local(model: str, version: HubVersion = _MAIN) -> ModelSource | None:
     """Return the model that `model` names if its weights are files that need no download from the hub, else None.
 
     Raises `ModelNotFoundError`.
@@ -129,13 +123,13 @@ def resolve_local(model: str) -> ModelSource | None:
     has_weights = any(path.glob("*.safetensors")) if path.is_dir() else path.is_file() and path.suffix != ".json"
     if model in BUILTIN_MODELS or has_weights:
         return resolve(model)
-    return _downloaded(model) if _is_hub_id(model) else None
+    return _downloaded(model, version) if is_hub_id(model) else None
 
 
-def _downloaded(repo: str) -> ModelSource | None:
+def _downloaded(repo: str, version: HubVersion) -> ModelSource | None:
     """Return a model of the hub whose weights are all in the local cache, else None."""
     try:
-        source = _folder(_hub_folder(repo, offline=True), repo)
+        source = _folder(hub_folder(repo, version, _HUB_FILES, offline=True), repo)
     except ModelNotFoundError:
         return None
     index = source.path / "model.safetensors.index.json"
@@ -144,7 +138,7 @@ def _downloaded(repo: str) -> ModelSource | None:
     return source if complete and any(source.path.glob("*.safetensors")) else None
 
 
-def fetch_config(model: str) -> tuple[dict[str, Any], ModelSource | None]:
+def fetch_config(model: str, version: HubVersion = _MAIN) -> tuple[dict[str, Any], ModelSource | None]:
     """Return the config of the model that `--model` names, and its small files, for callers that need no weights.
 
     Downloads no weights from the hub, and accepts a config.json by itself, for which it returns None instead of other
@@ -153,17 +147,18 @@ def fetch_config(model: str) -> tuple[dict[str, Any], ModelSource | None]:
     path = Path(model).expanduser()
     if path.suffix == ".json" and path.is_file():
         return read_json(path), None
-    if _is_hub_id(model):
-        source = ModelSource(_hub_folder(model, offline=False, files=_CONFIG_FILES), "folder", model)
+    if is_hub_id(model):
+        source = ModelSource(hub_folder(model, version, _CONFIG_FILES, offline=False), "folder", model)
     else:
         source = resolve(model)
     return read_config(source), source
 
 
-def _is_hub_id(model: str) -> bool:
+def is_hub_id(model: str) -> bool:
+    """Return whether `model` is meant as the id of a hub model: nothing here has that name."""
     path = Path(model).expanduser()
     is_local = model in BUILTIN_MODELS or path.exists() or path.suffix == ".gguf"
-    return not is_local and _HUB_ID.fullmatch(model) is not None
+    return not is_local and HUB_ID.fullmatch(model) is not None
 
 
 def _folder(path: Path, name: str) -> ModelSource:
@@ -207,33 +202,3 @@ def _gguf(path: Path) -> ModelSource:
                 f"--model: {path} is a file but not a GGUF file; for safetensors pass the folder that holds config.json"
             )
     return ModelSource(path, "gguf", path.stem)
-
-
-def _hub_folder(repo: str, offline: bool, files: Sequence[str] = _HUB_FILES) -> Path:
-    # Imported here so that local models start without it
-    import httpx
-    from huggingface_hub import constants, errors, snapshot_download
-
-    advice = (
-        f"Download it where the network is (`hf download {repo}`), copy the folder here, and pass its path as --model"
-    )
-    offline = offline or bool(constants.HF_HUB_OFFLINE)
-    try:
-        folder = snapshot_download(
-            repo, allow_patterns=list(files), ignore_patterns=list(_UNWANTED_HUB_FILES), local_files_only=offline
-        )
-    except errors.GatedRepoError as error:
-        raise ModelNotFoundError(
-            f"hub model {repo!r} is gated: ask for access on its page, then run `hf auth login` or set HF_TOKEN"
-        ) from error
-    except errors.RepositoryNotFoundError as error:
-        raise ModelNotFoundError(
-            f"the hub has no model {repo!r}, or it is private and HF_TOKEN gives no access. If a folder was meant: "
-            f"there is none at {Path(repo).absolute()}"
-        ) from error
-    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
-        why = "downloads are off" if offline else "the hub can't be reached from here"
-        raise ModelNotFoundError(f"hub model {repo!r} is not in the local cache, and {why}. {advice}") from error
-    except (errors.HfHubHTTPError, errors.HFValidationError, httpx.HTTPError, OSError) as error:
-        raise ModelNotFoundError(f"could not get hub model {repo!r}: {error}. {advice}") from error
-    return Path(folder)

@@ -42,15 +42,17 @@ def read_task(
     source: ModelSource | None,
     raw: Mapping[str, Any],
     *,
+    tokenizer: ModelSource | None = None,
     runner: Runner = "auto",
     convert: Convert = "auto",
     pooling: Method = "auto",
 ) -> ModelTask:
     """Return what a model with the config `raw` is for; without a `source`, only its config.json is here.
 
+    `tokenizer` has the ids of tokens, if that isn't `source`.
     Raises `ConfigError` for what doesn't fit the checkpoint, or isn't supported.
     """
-    checkpoint = _Checkpoint(source, raw)
+    checkpoint = _Checkpoint(source, raw, tokenizer or source)
     generative, name = checkpoint.generates, checkpoint.model_class.name
     if runner == "generate" and checkpoint.model_class.bidirectional:
         raise ConfigError(
@@ -79,10 +81,11 @@ def read_task(
 class _Checkpoint:
     """What the files of a checkpoint say about its task."""
 
-    def __init__(self, source: ModelSource | None, raw: Mapping[str, Any]) -> None:
+    def __init__(self, source: ModelSource | None, raw: Mapping[str, Any], tokenizer: ModelSource | None) -> None:
         self.where = "config.json" if source is None else str(source.config_file)
         self.model_class: ModelClass = model_class_of(raw, self.where)
         self._source = source
+        self._tokenizer = tokenizer
         # A model with an encoder has some of these fields beside those of its text model
         inner = Fields(raw, self.where).object("text_config")
         width = _WIDTHS.get(self.model_class.family, "")
@@ -135,7 +138,7 @@ class _Checkpoint:
         """Return the task of scoring texts or giving them labels. Raises `ConfigError` if there is no head for it."""
         if method not in ("auto", "last"):
             raise ConfigError(f"pooling={method} makes vectors; how labels are made is up to the model: leave it out")
-        heads, modules = LabelHeads(self.model_class, self._fields, self._source), self._modules
+        heads, modules = LabelHeads(self.model_class, self._fields, self._source, self._tokenizer), self._modules
         if modules is not None and modules.scoring is not None:
             found = heads.of_scored_tokens(modules.scored_tokens())
         elif self._has_label_tokens:

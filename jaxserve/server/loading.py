@@ -32,10 +32,10 @@ class EngineSource(Protocol):
 
 
 async def fetch_model(config: EngineConfig) -> None:
-    """Download the files of the model, unless they are on this machine. Raises what `model_source.resolve` does."""
-    from jaxserve.model_source import resolve
+    """Download the files of a configuration that aren't on this machine. Raises as `fetch_files` does."""
+    from jaxserve.config.model_files import fetch_files
 
-    await run_in_thread(lambda: resolve(config.model))
+    await run_in_thread(lambda: fetch_files(config))
 
 
 type ModelLoader = Callable[[EngineConfig, ServerConfig, EngineSource], Awaitable[LoadedModel]]
@@ -43,17 +43,18 @@ type ModelLoader = Callable[[EngineConfig, ServerConfig, EngineSource], Awaitabl
 
 async def load_model(engine_config: EngineConfig, server_config: ServerConfig, engine: EngineSource) -> LoadedModel:
     """Start the engine and meanwhile read the tokenizer. If either raises, end both and raise its error."""
+    from jaxserve.config.model_files import model_files
+    from jaxserve.config.sampling_defaults import SamplingDefaults, read_sampling_defaults
     from jaxserve.config.served_checkpoint import read_served_checkpoint
-    from jaxserve.model_source import resolve
     from jaxserve.text.answers.formats import choose_formats
     from jaxserve.text.chat_template import ChatTemplate
     from jaxserve.text.grammars.checking import GrammarChecker
     from jaxserve.text.template_process import TemplateProcess
     from jaxserve.text.tokenizers.chat_template_files import choose_chat_template
-    from jaxserve.text.tokenizers.tokenizer import load_tokenizer
+    from jaxserve.text.tokenizers.served_tokenizer import load_served_tokenizer
 
     await engine.fetch_model()
-    loading_tokenizer = run_in_thread(lambda: load_tokenizer(resolve(engine_config.model)))
+    loading_tokenizer = run_in_thread(lambda: load_served_tokenizer(engine_config))
     launching = asyncio.ensure_future(engine.start_engine())
     chat_template = None
     try:
@@ -67,12 +68,25 @@ async def load_model(engine_config: EngineConfig, server_config: ServerConfig, e
         if template is not None:
             await chat_template.start()
             tokenizer = tokenizer.with_turn_end(await chat_template.turn_end())
-        task = read_served_checkpoint(engine_config, resolve(engine_config.model)).task
+        source = model_files(engine_config)
+        task = read_served_checkpoint(engine_config, source).task
+        defaults = SamplingDefaults()
         if task.generates:
             reasoning = "none" if formats.reasoning is None else formats.reasoning.name
             logger.info("calls of tools are read as %s, reasoning as %s", formats.calls.name, reasoning)
+            choice, override = server_config.generation_config, server_config.override_generation_config
+            defaults = read_sampling_defaults(choice, override, source)
         grammars = GrammarChecker(tokenizer)
-        loaded = LoadedModel(await launching, tokenizer, chat_template, template or "", grammars, formats, task)
+        loaded = LoadedModel(
+            await launching,
+            tokenizer,
+            chat_template,
+            template or "",
+            grammars,
+            formats,
+            task,
+            sampling_defaults=defaults,
+        )
         if server_config.escape_marks:
             await run_in_thread(lambda: loaded.escaped_marks)
         return loaded

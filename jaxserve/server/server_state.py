@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import msgspec
 
+from jaxserve.config.sampling_defaults import SamplingDefaults
 from jaxserve.config.schema import EngineConfig
 from jaxserve.config.server_schema import ServerConfig
 from jaxserve.errors import EngineDeadError
@@ -84,7 +85,8 @@ class LoadedModel:
     """A running engine with its tokenizer and chat template; `template_source` is empty for a model without one.
 
     `grammars` checks the grammars of requests; `formats` are the formats of the model's answers.
-    `task` is what it serves. `template_facts` is what was found out about the template so far.
+    `task` is what it serves, `sampling_defaults` the options of requests that name none. `template_facts` is what was
+    found out about the template so far.
     """
 
     engine: Engine
@@ -94,6 +96,7 @@ class LoadedModel:
     grammars: GrammarChecker
     formats: AnswerFormats
     task: ModelTask = field(default_factory=ModelTask)
+    sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     template_facts: dict[str, Any] = field(default_factory=dict)
     _said: set[str] = field(default_factory=set)
 

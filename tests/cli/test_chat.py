@@ -3,11 +3,13 @@ from __future__ import annotations
 import io
 import signal
 import sys
+from collections.abc import Iterator
 
 import pytest
 
-from jaxserve import LLM
+from jaxserve import LLM, SamplingParams
 from jaxserve.cli.main import main
+from jaxserve.text.output import OutputDelta
 
 pytestmark = pytest.mark.slow
 
@@ -63,3 +65,18 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(tiny_flags, asked, monkeypa
     monkeypatch.setattr(LLM, "stream", interrupted)
     assert chat(monkeypatch, "hi\nyo\n", *SAMPLING, *tiny_flags) == 0
     assert [message["role"] for message in asked[1]] == ["user", "assistant", "user"]
+
+
+def test_the_models_options_hold_where_no_flag_is_given(tiny_flags, asked, monkeypatch) -> None:
+    given: list[SamplingParams] = []
+
+    def noted(self: LLM, ids: list[int], params: SamplingParams) -> Iterator[OutputDelta]:
+        given.append(params)
+        yield from ()
+
+    monkeypatch.setattr(LLM, "stream", noted)
+    override = ["--override-generation-config", '{"temperature": 0.3, "top_k": 5, "max_new_tokens": 6}']
+    assert chat(monkeypatch, "hi\n", *override, *tiny_flags) == 0
+    assert chat(monkeypatch, "hi\n", *override, "--top-k", "7", "--max-tokens", "4", *tiny_flags) == 0
+    assert chat(monkeypatch, "hi\n", *tiny_flags) == 0
+    assert [(one.temperature, one.top_k, one.max_tokens) for one in given] == [(0.3, 5, 6), (0.3, 7, 4), (0.7, 0, 44)]

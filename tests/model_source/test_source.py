@@ -19,7 +19,8 @@ from jaxserve.model_source import (
     resolve,
     resolve_local,
 )
-from jaxserve.model_source.source import _HUB_FILES, _UNWANTED_HUB_FILES
+from jaxserve.model_source.hub import _UNWANTED_FILES
+from jaxserve.model_source.source import _HUB_FILES
 from tests.model_source.gguf_files import VOCAB, write_gguf
 
 
@@ -114,7 +115,7 @@ def test_a_folder_in_mistrals_own_format(tmp_path: Path) -> None:
     ],
 )
 def test_the_files_that_are_downloaded(file: str, wanted: bool) -> None:
-    chosen = filter_repo_objects([file], allow_patterns=list(_HUB_FILES), ignore_patterns=list(_UNWANTED_HUB_FILES))
+    chosen = filter_repo_objects([file], allow_patterns=list(_HUB_FILES), ignore_patterns=list(_UNWANTED_FILES))
 
     assert list(chosen) == ([file] if wanted else [])
 

@@ -11,14 +11,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxserve import model_source
 from jaxserve.bench.load.target_server import TargetServer, parse_base_url
 from jaxserve.bench.processes.server_process import serving
 from jaxserve.bench.sweep.grid import check_engine
 from jaxserve.cli.common import flags
 from jaxserve.cli.common.parser import Parser
 from jaxserve.config.load import LoadedConfig
-from jaxserve.config.schema import DEFAULT_MODEL
+from jaxserve.config.model_files import fetch_files
+from jaxserve.config.schema import DEFAULT_MODEL, EngineConfig
+from jaxserve.config.settings import settings
 from jaxserve.errors import ConfigError
 
 # The command sets the address of a server that it starts, and needs no key for it.
@@ -53,10 +54,11 @@ class Side:
         if self.server is not None:
             yield self.server
             return
-        model_source.resolve(self.model)  # a download is no part of the start
-        settings = folder / f"{self.name}.yaml"
-        settings.write_text(json.dumps(dict(self.settings)))
-        with serving(["--config", str(settings)], folder / f"{self.name}.log", timeout=start_timeout) as process:
+        engine = {name: value for name, value in self.settings.items() if settings()[name].owner is EngineConfig}
+        fetch_files(EngineConfig(**engine))  # a download is no part of the start
+        file = folder / f"{self.name}.yaml"
+        file.write_text(json.dumps(dict(self.settings)))
+        with serving(["--config", str(file)], folder / f"{self.name}.log", timeout=start_timeout) as process:
             yield parse_base_url(process.url)
 
 
@@ -79,11 +81,11 @@ def _read_side(name: str, text: str, common: Mapping[str, Any]) -> Side:
     flags.add_settings(parser)
     try:
         own = _given(flags.config_from_arguments(parser.parse(shlex.split(text))))
-        settings = {**common, **own}
-        check_engine(settings, f"--{name}")
+        given = {**common, **own}
+        check_engine(given, f"--{name}")
     except ValueError as error:
         raise ConfigError(f"--{name} {text!r}: {error}") from None
-    return Side(name, text, None, settings)
+    return Side(name, text, None, given)
 
 
 def _given(loaded: LoadedConfig) -> dict[str, Any]:

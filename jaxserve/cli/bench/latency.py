@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from jaxserve import model_source
 from jaxserve.bench.datasets.vocabulary import Vocabulary
 from jaxserve.bench.engine.one_batch import BatchTimes, run_batch
 from jaxserve.bench.engine.step_times import ProfiledSteps, read_step_times
@@ -28,6 +27,7 @@ from jaxserve.cli.common import flags
 from jaxserve.cli.common.parser import Parser
 from jaxserve.cli.common.table import format_table
 from jaxserve.config.data_parallel import require_single_process
+from jaxserve.config.model_files import model_files
 from jaxserve.config.schema import EngineConfig
 from jaxserve.config.served_checkpoint import read_served_checkpoint
 from jaxserve.errors import ConfigError
@@ -66,7 +66,7 @@ def main(argv: list[str]) -> int:
     loaded = flags.config_from_arguments(arguments)
     log_level = flags.llm_arguments(loaded).get("log_level", "warning")
     config = require_single_process(msgspec.structs.replace(loaded.engine, log_level=log_level), "bench latency")
-    if not read_served_checkpoint(config, model_source.resolve(config.model)).task.generates:
+    if not read_served_checkpoint(config, model_files(config)).task.generates:
         raise ConfigError(f"bench latency measures answers, and {config.model} is served for vectors or labels only")
     with _profiles(config) if arguments.breakdown else contextlib.nullcontext(config) as config:
         measured = asyncio.run(_measure(arguments, config))

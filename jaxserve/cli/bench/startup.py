@@ -15,12 +15,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxserve import model_source
 from jaxserve.bench.engine.startup import StartupTimes, measure_startup
 from jaxserve.cli.bench.report import write_json
 from jaxserve.cli.common import flags
 from jaxserve.cli.common.parser import Parser
 from jaxserve.cli.common.table import format_table
+from jaxserve.config.model_files import fetch_files
 from jaxserve.errors import ConfigError
 
 _NAMES = {
@@ -65,7 +65,7 @@ def main(argv: list[str]) -> int:
         if value.source != "default" and value.setting.name in _RESERVED:
             raise ConfigError(f"{value.setting.flag} is set by the benchmark itself: leave it out")
     # Download the model first: a download is not part of a repeatable start.
-    model_source.resolve(loaded.engine.model)
+    fetch_files(loaded.engine)
     given = {value.setting.name: value.value for value in loaded.values if value.source != "default"}
     starts: dict[str, list[StartupTimes]] = {"cold": [], "warm": []}
     with tempfile.TemporaryDirectory(prefix="jaxserve-startup-") as folder:

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from jaxserve import model_source
 from jaxserve.api_types import SamplingParams
 from jaxserve.bench.datasets.prompts import BenchConversation, DatasetPrompt
 from jaxserve.cli.bench.dataset_flags import add_datasets, chosen_dataset
@@ -20,7 +19,7 @@ from jaxserve.cli.common import flags
 from jaxserve.cli.common.parser import Parser
 from jaxserve.cli.common.table import format_table
 from jaxserve.errors import ConfigError
-from jaxserve.text.tokenizers.tokenizer import load_tokenizer
+from jaxserve.text.tokenizers.served_tokenizer import load_served_tokenizer
 
 if TYPE_CHECKING:
     from jaxserve.llm import LLM, RequestOutput
@@ -51,7 +50,7 @@ def main(argv: list[str]) -> int:
     dataset = chosen_dataset(arguments, chat=False)
     loaded = flags.config_from_arguments(arguments)
     settings = flags.llm_arguments(loaded)
-    vocabulary = dataset.vocabulary(load_tokenizer(model_source.resolve(loaded.engine.model)))
+    vocabulary = dataset.vocabulary(load_served_tokenizer(loaded.engine))
     prompts = _single_prompts(dataset.make(vocabulary))
     warmups = _single_prompts(dataset.make(vocabulary, warmups=arguments.num_warmups)) if arguments.num_warmups else []
 

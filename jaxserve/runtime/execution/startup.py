@@ -19,6 +19,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxserve import model_source
+from jaxserve.config.model_files import draft_files
 from jaxserve.config.schema import EngineConfig
 from jaxserve.errors import ConfigError
 from jaxserve.model_source import ModelSource
@@ -73,7 +74,7 @@ def open_readers(deployment: Deployment, source: ModelSource) -> list[WeightRead
     readers = [reader(source, deployment.model, deployment.params, deployment.weights)]
     if drafting is not None and drafting.model is not None:
         name, part = config.speculative_model, ""
-        draft = source if name is None else model_source.resolve(name)
+        draft = source if name is None else draft_files(config)
         if name is None:
             part = mtp.prefix_of(deployment.model.config)
             _check_own_layer(source, config, part)

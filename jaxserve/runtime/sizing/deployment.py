@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxserve import model_source
 from jaxserve.config.data_parallel import Parallelism, parallelism
+from jaxserve.config.model_files import local_model_files
 from jaxserve.config.schema import EngineConfig
 from jaxserve.config.served_checkpoint import fetch_served_checkpoint
 from jaxserve.errors import ConfigError
@@ -193,7 +193,7 @@ def read_stored(config: EngineConfig, model: ModelConfig) -> Stored:
 
     Returns {} if there are none, or none is quantized. Raises `ConfigError`.
     """
-    source = model_source.resolve_local(config.model)
+    source = local_model_files(config)
     return {} if source is None else stored_types(source, model, config.load_format)
 
 

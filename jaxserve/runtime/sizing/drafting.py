@@ -11,8 +11,10 @@ from typing import Any, get_args
 import numpy as np
 
 from jaxserve import model_source
+from jaxserve.config.model_files import draft_version, model_version
 from jaxserve.config.schema import EngineConfig
 from jaxserve.errors import ConfigError
+from jaxserve.model_source import HubVersion
 from jaxserve.model_source.fields import Fields
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.draft_heads import eagle, mtp
@@ -132,7 +134,7 @@ def _read_draft(config: EngineConfig, model: ModelConfig, tensor: int) -> tuple[
     assert name is not None
     where = f"speculative_model={name}"
     try:
-        draft, stored = _read_model(name, config.speculative_method, config.load_format)
+        draft, stored = _read_model(name, draft_version(config), config.speculative_method, config.load_format)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
     if draft.vocab_size != model.vocab_size:
@@ -147,7 +149,7 @@ def _read_draft(config: EngineConfig, model: ModelConfig, tensor: int) -> tuple[
         )
     if isinstance(draft, eagle.Config):
         return _fitted_head(where, draft, model), stored
-    _check_model(where, draft, name, config.model)
+    _check_model(where, draft, config)
     return draft, stored
 
 
@@ -173,8 +175,9 @@ def _fitted_head(where: str, head: eagle.Config, model: ModelConfig) -> eagle.Co
 
 
 @functools.lru_cache(maxsize=4)
-def _read_model(name: str, method: str, load_format: Any) -> tuple[ModelConfig, Any]:
-    (raw, _), where, source = model_source.fetch_config(name), f"config of {name}", model_source.resolve_local(name)
+def _read_model(name: str, version: HubVersion, method: str, load_format: Any) -> tuple[ModelConfig, Any]:
+    (raw, _), where = model_source.fetch_config(name, version), f"config of {name}"
+    source = model_source.resolve_local(name, version)
     if method == "draft":
         if head := eagle.method_of(Fields(raw, where)):
             raise ConfigError(f"{where}: it is a head that drafts, no model; set speculative_method to {head}")
@@ -185,11 +188,13 @@ def _read_model(name: str, method: str, load_format: Any) -> tuple[ModelConfig, 
     return draft, {} if source is None else stored_types(source, draft, load_format)
 
 
-def _check_model(where: str, draft: ModelConfig, name: str, model_name: str) -> None:
-    """Raise `ConfigError` unless a model can draft for another one."""
+def _check_model(where: str, draft: ModelConfig, config: EngineConfig) -> None:
+    """Raise `ConfigError` unless a model can draft for the one that is served."""
     if draft.num_experts:
         raise ConfigError(f"{where} is a mixture of experts, which can't draft yet; take a dense model")
-    own, other = (_vocabulary(one) for one in (name, model_name))
+    assert config.speculative_model is not None
+    own = _vocabulary(config.speculative_model, draft_version(config))
+    other = _vocabulary(config.model, model_version(config))
     for token, number in own.items() if other else ():
         if other.get(token, number) != number:
             raise ConfigError(
@@ -199,9 +204,9 @@ def _check_model(where: str, draft: ModelConfig, name: str, model_name: str) -> 
 
 
 @functools.lru_cache(maxsize=4)
-def _vocabulary(name: str) -> dict[str, int]:
+def _vocabulary(name: str, version: HubVersion) -> dict[str, int]:
     """Return the tokens of a model's tokenizer.json without the added ones; {} if there is no such list."""
-    source = model_source.resolve_local(name)
+    source = model_source.resolve_local(name, version)
     path = (Path(name) if source is None else source.path) / "tokenizer.json"
     if not path.is_file():
         return {}

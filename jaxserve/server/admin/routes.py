@@ -179,9 +179,9 @@ def _generates(state: ServerState) -> bool:
 
 
 def _paths(state: ServerState) -> dict[str, str]:
-    """Return the paths of model and tokenizer: always the same, as the tokenizer comes with the model."""
-    model = state.engine_config.model
-    return {"model_path": model, "tokenizer_path": model}
+    """Return the paths of model and tokenizer."""
+    config = state.engine_config
+    return {"model_path": config.model, "tokenizer_path": config.tokenizer_path or config.model}
 
 
 async def flush_cache(state: ServerState, exchange: HttpExchange) -> None:

@@ -47,9 +47,11 @@ async def messages(state: ServerState, exchange: HttpExchange, request: Messages
     left = longest - len(answer.ids)
     if left < 1:
         raise _too_long(len(answer.ids), longest)
-    limit = min(request.max_tokens, left)
+    defaults = loaded.sampling_defaults
+    wanted = min(request.max_tokens, defaults.max_tokens or request.max_tokens)
+    limit = min(wanted, left)
     try:
-        sampling = sampling_params(request, max_tokens=limit, names={"stop": "stop_sequences"})
+        sampling = sampling_params(request, defaults.options, max_tokens=limit, names={"stop": "stop_sequences"})
     except InvalidRequestError as error:
         if error.param != "stop":
             raise
@@ -62,7 +64,7 @@ async def messages(state: ServerState, exchange: HttpExchange, request: Messages
     shape = MessageShape(
         response_id,
         state.model_name,
-        fills_context=limit < request.max_tokens,
+        fills_context=limit < wanted,
         omits_thinking=getattr(thinking, "display", None) == "omitted",
     )
     await respond(

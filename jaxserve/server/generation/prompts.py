@@ -136,12 +136,14 @@ def check_context_length(num_tokens: int, info: EngineInfo, *, param: str, at_le
 
 
 def max_output_tokens(
-    prompt_tokens: int, requested: int | None, default: int | None, info: EngineInfo, *, param: str
+    prompt_tokens: int, requested: int | None, default: int | None, loaded: LoadedModel, *, param: str
 ) -> int:
     """Return the limit of generated tokens: `requested`, else the smaller of `default` and what the context leaves.
 
-    Raises `ContextLengthError` if the context leaves too little.
+    The server's own limit bounds both. Raises `ContextLengthError` if the context leaves too little.
     """
+    info, own = loaded.engine.info, loaded.sampling_defaults
+    requested, default = None if requested is None else own.limited(requested), own.limited(default)
     left = info.max_model_len - prompt_tokens
     wanted = requested if requested is not None else max(left if default is None else min(default, left), 1)
     if wanted == 0 and left < 1:

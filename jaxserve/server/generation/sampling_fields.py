@@ -26,6 +26,7 @@ def with_shared_options[T: msgspec.Struct](kind: type[T]) -> type[T]:
 
 def sampling_params(
     request: msgspec.Struct,
+    defaults: Mapping[str, float],
     *,
     max_tokens: int,
     include_stop: bool = False,
@@ -35,8 +36,8 @@ def sampling_params(
 ) -> SamplingParams:
     """Return the sampling parameters of a request, some of whose fields have other `names` than in `SamplingParams`.
 
-    It need not have all fields. Raises `InvalidRequestError` naming the field that is out of range, as `SamplingParams`
-    does.
+    It need not have all fields. `defaults` are the options of requests that name none. Raises `InvalidRequestError`
+    naming the field that is out of range, as `SamplingParams` does.
     """
 
     def given(name: str) -> Any:
@@ -53,7 +54,7 @@ def sampling_params(
         stop_regex=stop_regex,
         stop_token_ids=tuple(given("stop_token_ids") or ()),
         include_stop_str_in_output=include_stop,
-        **{name: value for name in _SAME if (value := given(name)) is not None},
+        **{**defaults, **{name: value for name in _SAME if (value := given(name)) is not None}},
     )
 
 

@@ -73,8 +73,8 @@ async def prepare(
     if request.verbosity is not None:
         loaded.say_once("verbosity changes nothing here: ask for it in a message")
     answer = await prepare_answer(state, loaded, conversation)
-    limit = max_output_tokens(len(answer.ids), requested_limit, None, loaded.engine.info, param="messages")
-    sampling = request.sampling(max_tokens=limit, logprobs=logprobs)
+    limit = max_output_tokens(len(answer.ids), requested_limit, None, loaded, param="messages")
+    sampling = request.sampling(loaded.sampling_defaults.options, max_tokens=limit, logprobs=logprobs)
     requests = engine_requests(
         loaded,
         request.response_id("chatcmpl", exchange.request_id),

@@ -93,9 +93,10 @@ def _samplings(loaded: LoadedModel, request: CompletionRequest, prompts: list[li
     samplings = []
     for prompt in prompts:
         default = max(DEFAULT_MAX_TOKENS, request.min_tokens or 0)
-        limit = max_output_tokens(len(prompt), request.max_tokens, default, loaded.engine.info, param="prompt")
+        limit = max_output_tokens(len(prompt), request.max_tokens, default, loaded, param="prompt")
         if limit not in by_limit:
             by_limit[limit] = request.sampling(
+                loaded.sampling_defaults.options,
                 max_tokens=limit,
                 logprobs=request.logprobs,
                 prompt_logprobs=request.logprobs if request.echo else None,

@@ -7,6 +7,7 @@ Owns shapes only.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -126,11 +127,20 @@ class OpenAIFields(_FirstFields, kw_only=True, forbid_unknown_fields=True):
         return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     def sampling(
-        self, *, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None = None
+        self,
+        defaults: Mapping[str, float],
+        *,
+        max_tokens: int,
+        logprobs: int | None,
+        prompt_logprobs: int | None = None,
     ) -> api_types.SamplingParams:
-        """Return the sampling parameters. Raises `InvalidRequestError` naming the field that is out of range."""
+        """Return the sampling parameters, with `defaults` for options that the request doesn't name.
+
+        Raises `InvalidRequestError` naming the field that is out of range.
+        """
         return sampling_params(
             self,
+            defaults,
             max_tokens=max_tokens,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,

@@ -63,13 +63,13 @@ async def create_response(state: ServerState, exchange: HttpExchange, request: R
     loaded = require_generating(state)
     asked = await _read(state, loaded, request)
     answer = await _prepare(state, loaded, request, asked.conversation)
-    info, wanted = loaded.engine.info, request.max_output_tokens
+    wanted = request.max_output_tokens
     if wanted is not None:
-        wanted = min(wanted, info.max_model_len - len(answer.ids))
-    limit = max_output_tokens(len(answer.ids), wanted, None, info, param="input")
+        wanted = min(wanted, loaded.engine.info.max_model_len - len(answer.ids))
+    limit = max_output_tokens(len(answer.ids), wanted, None, loaded, param="input")
     include = request.include or []
     logprobs = (request.top_logprobs or 0) if request.top_logprobs or TEXT_LOGPROBS in include else None
-    sampling = sampling_params(request, max_tokens=limit, logprobs=logprobs)
+    sampling = sampling_params(request, loaded.sampling_defaults.options, max_tokens=limit, logprobs=logprobs)
     response_id = f"resp_{exchange.request_id if _PLAIN_ID.fullmatch(exchange.request_id) else uuid.uuid4().hex}"
     requests = engine_requests(
         loaded,

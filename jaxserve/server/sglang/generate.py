@@ -94,10 +94,11 @@ def _sampling(
     loaded: LoadedModel, request: GenerateRequest, where: str, params: GenerateSampling, prompt: list[int], param: str
 ) -> SamplingParams:
     default = max(DEFAULT_MAX_TOKENS, params.min_new_tokens or 0)
-    limit = max_output_tokens(len(prompt), params.max_new_tokens, default, loaded.engine.info, param=param)
+    limit = max_output_tokens(len(prompt), params.max_new_tokens, default, loaded, param=param)
     logprobs = (request.top_logprobs_num or 0) if request.return_logprob else None
     prompt_logprobs = None if request.first_logprob is None else logprobs
-    return params.sampling(where, max_tokens=limit, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+    defaults = loaded.sampling_defaults.options
+    return params.sampling(where, defaults, max_tokens=limit, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 import msgspec
@@ -60,12 +61,22 @@ class GenerateSampling(_FirstSamplingFields, kw_only=True, forbid_unknown_fields
     sampling_seed: api_types.Seed | None = None
 
     def sampling(
-        self, where: str, *, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None
+        self,
+        where: str,
+        defaults: Mapping[str, float],
+        *,
+        max_tokens: int,
+        logprobs: int | None,
+        prompt_logprobs: int | None,
     ) -> api_types.SamplingParams:
-        """Return the sampling parameters. Raises `InvalidRequestError` naming the field that is out of range."""
+        """Return the sampling parameters, with `defaults` for options that the request doesn't name.
+
+        Raises `InvalidRequestError` naming the field that is out of range.
+        """
         try:
             return sampling_params(
                 self,
+                defaults,
                 max_tokens=max_tokens,
                 logprobs=logprobs,
                 prompt_logprobs=prompt_logprobs,

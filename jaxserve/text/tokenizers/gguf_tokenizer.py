@@ -114,7 +114,7 @@ def tokenizer_from_gguf(metadata: GGUFMetadata) -> TokenizerParts:
             f"{metadata.path}: tokenizer model {kind!r} is not supported in GGUF files; supported: gpt2, llama, bert, "
             "t5. Use the model's Hugging Face folder instead"
         )
-    ids = {name: token_id(metadata, name, len(tokens)) for name in (*_NAMES.values(), "eot", "eom")}
+    ids = {name: token_id(metadata, name, len(tokens)) for name in _NAMES.values()}
     if metadata.get("general.architecture") in _ENCODERS:
         return _encoder_parts(backend, metadata, tokens, ids)
     add_bos = metadata.get("tokenizer.ggml.add_bos_token")
@@ -125,16 +125,24 @@ def tokenizer_from_gguf(metadata: GGUFMetadata) -> TokenizerParts:
         tokens[ids["bos"]] if add_bos and ids["bos"] is not None else None,
         tokens[ids["eos"]] if metadata.get("tokenizer.ggml.add_eos_token") and ids["eos"] is not None else None,
     )
-    ends_of_turns = HARMONY_ENDS if set(HARMONY_ENDS).issubset(tokens) else _TURN_ENDS
-    turn_ends = [index for index, token in enumerate(tokens) if token in ends_of_turns]
-    ends = [ids["eos"], ids["eot"], ids["eom"], *turn_ends]
     return TokenizerParts(
         backend=backend,
-        eos_ids=tuple(dict.fromkeys(token_id for token_id in ends if token_id is not None)),
+        eos_ids=gguf_end_ids(metadata),
         bos_id=ids["bos"],
         special_tokens=_special_tokens(tokens, ids),
         chat_templates=_chat_templates(metadata),
     )
+
+
+def gguf_end_ids(metadata: GGUFMetadata) -> tuple[int, ...]:
+    """Return the ids that end a generation. Raises `ConfigError` for one that the model doesn't have."""
+    if metadata.get("general.architecture") in _ENCODERS:
+        return ()
+    tokens = list(map(str, metadata.array("tokenizer.ggml.tokens") or ()))
+    ends_of_turns = HARMONY_ENDS if set(HARMONY_ENDS).issubset(tokens) else _TURN_ENDS
+    named = [token_id(metadata, name, len(tokens)) for name in ("eos", "eot", "eom")]
+    turn_ends = [index for index, token in enumerate(tokens) if token in ends_of_turns]
+    return tuple(dict.fromkeys(found for found in (*named, *turn_ends) if found is not None))
 
 
 def _special_tokens(tokens: list[str], ids: dict[str, int | None]) -> dict[str, str]:

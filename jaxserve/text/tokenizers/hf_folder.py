@@ -40,8 +40,9 @@ _BERT_SETTINGS = {
 _TOKEN_TYPES = "token_type_ids"
 
 
-def tokenizer_from_folder(folder: Path) -> TokenizerParts:
-    """Load the folder's tokenizer. Raises `ConfigError`."""
+def tokenizer_from_folder(folder: Path, model: Path | None = None) -> TokenizerParts:
+    """Load the folder's tokenizer. `model` is the folder of the model, if that is another. Raises `ConfigError`."""
+    model = model or folder
     config = _read_json(folder / "tokenizer_config.json")
     backend, own_tokens, adds_bos = _load_backend(folder, config)
     special_tokens = own_tokens | _special_tokens(_read_json(folder / "special_tokens_map.json"))
@@ -50,7 +51,7 @@ def tokenizer_from_folder(folder: Path) -> TokenizerParts:
         if adds_bos and config.get("add_bos_token") is None:
             config = config | {"add_bos_token": True}
         _apply_bos_eos(backend, config, special_tokens)
-        _apply_normalizing(backend, config, lowercases=lowercases(folder))
+        _apply_normalizing(backend, config, lowercases=lowercases(model))
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # the bindings raise bare Exception, and BaseException if Rust panics
@@ -59,7 +60,7 @@ def tokenizer_from_folder(folder: Path) -> TokenizerParts:
     templates = chat_templates(folder, config)
     return TokenizerParts(
         backend=backend,
-        eos_ids=_eos_ids(folder, backend.token_to_id(special_tokens.get("eos_token", ""))),
+        eos_ids=end_ids(model, backend.token_to_id(special_tokens.get("eos_token", ""))),
         bos_id=bos_id,
         special_tokens=special_tokens,
         chat_templates=templates,
@@ -180,8 +181,11 @@ def _apply_normalizing(backend: tokenizers.Tokenizer, config: dict[str, Any], *,
         backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *own])
 
 
-def _eos_ids(folder: Path, tokenizer_eos: int | None) -> tuple[int, ...]:
-    """Return the end tokens that any file names. Raises `ConfigError` for one that the model doesn't have."""
+def end_ids(folder: Path, tokenizer_eos: int | None) -> tuple[int, ...]:
+    """Return the end tokens that any file of a model names, and its tokenizer's.
+
+    Raises `ConfigError` for one that the model doesn't have.
+    """
     generation = Fields(_read_json(folder / "generation_config.json"), str(folder / "generation_config.json"))
     config = Fields(_read_json(folder / "config.json"), str(folder / "config.json"))
     # A model of images and texts has its text model inside.

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.model_source import ModelSource, find_tokenizer_files
+from jaxserve.model_source.generation_config import GENERATION_CONFIG, read_generation_config
 from jaxserve.model_source.gguf_metadata import GGUFMetadata
 from jaxserve.text.tokenizers.chat_template_files import DEFAULT
 from jaxserve.text.tokenizers.tokenizer_parts import TokenizerParts
@@ -30,7 +31,7 @@ def save_tokenizer(source: ModelSource, folder: Path) -> None:
     parts = tokenizer_from_gguf(GGUFMetadata(source.path))
     parts.backend.save(str(folder / "tokenizer.json"))
     _write(folder / "tokenizer_config.json", _config(parts))
-    _write(folder / "generation_config.json", {"eos_token_id": list(parts.eos_ids)})
+    _write(folder / GENERATION_CONFIG, {**read_generation_config(source)[0], "eos_token_id": list(parts.eos_ids)})
 
 
 def _config(parts: TokenizerParts) -> dict[str, Any]:

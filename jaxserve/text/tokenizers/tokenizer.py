@@ -7,12 +7,14 @@ Owns a `tokenizers` backend and the facts around it (the ids that end a generati
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from jaxserve.errors import ConfigError, InvalidRequestError
 from jaxserve.model_source import ModelSource
+from jaxserve.model_source.gguf_metadata import GGUFMetadata
 from jaxserve.text.tokenizers.chat_template_files import default_chat_template
 from jaxserve.text.tokenizers.min_tokens import MinTokenCounter
 from jaxserve.text.tokenizers.token_bytes import TokenByteTable, token_byte_table
@@ -21,16 +23,34 @@ from jaxserve.text.tokenizers.tokenizer_parts import HARMONY_ENDS, TokenizerPart
 _ID_OUT_OF_RANGE = "token ids must be in [0, 2^32)"
 
 
-def load_tokenizer(source: ModelSource) -> Tokenizer:
-    """Load the tokenizer of a model. Raises `ConfigError` if its files have no usable one."""
+def load_tokenizer(source: ModelSource, model: ModelSource | None = None) -> Tokenizer:
+    """Load the tokenizer of these files. `model` is the model whose texts it encodes, by default of the same files.
+
+    The model's own end tokens end a generation, too. Raises `ConfigError` if the files have no usable tokenizer.
+    """
+    folder = None if model is None or model.kind == "gguf" else model.path
     if source.kind == "gguf":
-        from jaxserve.model_source.gguf_metadata import GGUFMetadata
         from jaxserve.text.tokenizers.gguf_tokenizer import tokenizer_from_gguf
 
-        return Tokenizer(tokenizer_from_gguf(GGUFMetadata(source.path)))
-    from jaxserve.text.tokenizers.hf_folder import tokenizer_from_folder
+        parts = tokenizer_from_gguf(GGUFMetadata(source.path))
+    else:
+        from jaxserve.text.tokenizers.hf_folder import tokenizer_from_folder
 
-    return Tokenizer(tokenizer_from_folder(source.path))
+        parts = tokenizer_from_folder(source.path, folder)
+    if model is not None and "gguf" in (model.kind, source.kind):
+        parts = dataclasses.replace(parts, eos_ids=tuple(dict.fromkeys((*_end_ids(model), *parts.eos_ids))))
+    return Tokenizer(parts)
+
+
+def _end_ids(model: ModelSource) -> tuple[int, ...]:
+    """Return the ids that end a generation, as the files of a model say it beside its tokenizer."""
+    if model.kind == "gguf":
+        from jaxserve.text.tokenizers.gguf_tokenizer import gguf_end_ids
+
+        return gguf_end_ids(GGUFMetadata(model.path))
+    from jaxserve.text.tokenizers.hf_folder import end_ids
+
+    return end_ids(model.path, None)
 
 
 class TextEncoder(Protocol):
@@ -68,6 +88,11 @@ class Tokenizer:
             token_id for token_id, token in self._backend.get_added_tokens_decoder().items() if token.special
         )
         self.byte_table: TokenByteTable | None = token_byte_table(self._backend)
+
+    @property
+    def largest_id(self) -> int:
+        """The largest id of a token."""
+        return max(self._backend.get_vocab(with_added_tokens=True).values())
 
     @property
     def chat_template(self) -> str | None:

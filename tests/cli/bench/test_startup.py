@@ -21,7 +21,7 @@ def test_output_and_json_file(monkeypatch, tmp_path: Path, capsys) -> None:
         return StartupTimes(total, 1.0, phases, 7, 7 * cold)
 
     monkeypatch.setattr(startup, "measure_startup", start)
-    monkeypatch.setattr(startup.model_source, "resolve", lambda model: None)
+    monkeypatch.setattr(startup, "fetch_files", lambda config: None)
     path = tmp_path / "result.json"
     counts = ["--num-cold", "2", "--num-warm", "3"]
     assert main(["bench", "startup", *counts, "--page-size", "32", "--output-json", str(path)]) == 0

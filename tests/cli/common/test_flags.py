@@ -45,6 +45,7 @@ VALUES = {
     "hf_overrides": '{"num_labels": 1}',
     "ssl_cert_reqs": "1",
     "metrics_prefix": "vllm",
+    "override_generation_config": '{"top_k": 1}',
 }
 
 

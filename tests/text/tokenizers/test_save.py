@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from jaxserve.model_source import ModelSource
+from jaxserve.model_source.generation_config import read_generation_config
 from jaxserve.text.tokenizers.save import save_tokenizer
 from jaxserve.text.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from tests.model_source.gguf_files import write_gguf
@@ -62,6 +63,18 @@ def _round_trip(path: Path, keys: dict[str, Any]) -> None:
     source = ModelSource(file, "gguf", "m")
     save_tokenizer(source, folder)
     assert_same(load_tokenizer(source), load_tokenizer(ModelSource(folder, "folder", "m")))
+
+
+def test_the_sampling_options_of_a_gguf_are_saved(tmp_path: Path) -> None:
+    values = {f"tokenizer.{key}": value for key, value in byte_level_keys("gpt-2").items()}
+    file = write_gguf(tmp_path / "m.gguf", values=values | {"general.sampling.temp": 0.6})
+    source, folder = ModelSource(file, "gguf", "m"), tmp_path / "saved"
+    folder.mkdir()
+    save_tokenizer(source, folder)
+
+    saved, own = (read_generation_config(one)[0] for one in (ModelSource(folder, "orbax", "m"), source))
+    assert saved == own | {"eos_token_id": list(load_tokenizer(source).eos_ids)}
+    assert own == {"temperature": 0.6}
 
 
 def test_a_folders_tokenizer_files_are_copied(tmp_path: Path) -> None:
