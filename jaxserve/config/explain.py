@@ -12,7 +12,7 @@ import msgspec
 from jaxserve.config.load import LoadedConfig, SettingValue
 from jaxserve.config.schema import EngineConfig
 
-_SECRET = frozenset({"api_key", "admin_api_key", "ssl_keyfile_password"})
+_SECRET = frozenset({"api_key", "admin_api_key", "ssl_keyfile_password", "hf_token"})
 
 
 def as_rows(loaded: LoadedConfig) -> list[dict[str, Any]]:

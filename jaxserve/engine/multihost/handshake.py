@@ -23,6 +23,7 @@ _FRAMES = FrameFormat(max_bytes=1 << 20)
 _LOCAL_SETTINGS = {
     "node_rank", "dist_init_addr", "dist_timeout", "log_level", "program_cache_dir", "disable_program_cache",
     "profile_dir", "watchdog_timeout", "decode_log_interval", "kv_events_config",
+    "device_ids", "base_gpu_id", "gpu_id_step", "hf_token",
 }  # fmt: skip
 
 

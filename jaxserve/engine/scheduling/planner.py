@@ -89,6 +89,7 @@ class Planner:
         max_num_batched_tokens: int,
         ratio: NewTokenRatio,
         shares_prefixes: bool,
+        long_prefill_token_threshold: int = 0,
         mixed_step_seconds: float = 0.0,
         pooled_time_share: float = 1.0,
         speculation: Speculation | None = None,
@@ -126,6 +127,7 @@ class Planner:
             prefill_tokens=prefill_tokens,
             step_tokens=self._step_tokens,
             ratio=ratio,
+            long_prompt_tokens=long_prefill_token_threshold,
             shares_prefixes=shares_prefixes,
             times=self.times,
             mixed_step_seconds=mixed_step_seconds / stages,  # as long as a stage may take of it

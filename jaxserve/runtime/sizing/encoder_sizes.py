@@ -20,6 +20,7 @@ _SMALLEST_ON_CPU, _SMALLEST = 16, 256
 _WITHOUT_MEANING = {
     "kv_cache_dtype": "auto",
     "calculate_kv_scales": False,
+    "long_prefill_token_threshold": 0,
     "max_total_tokens": None,
     "swa_full_tokens_ratio": None,
     "disable_hybrid_swa_memory": False,

@@ -135,7 +135,7 @@ async def server_info(state: ServerState, exchange: HttpExchange) -> None:
         "open_requests": sum(process.open_requests for process in processes),
         "api_processes": processes,
         "server_config": config,
-        "engine_config": state.engine_config,
+        "engine_config": state.engine_config.masked(),
         "engine": None,
         "replicas": [],
         "stats": None,
