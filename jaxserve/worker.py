@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 from jax.sharding import Mesh
 
 from jaxserve.api_types import EngineInfo, KVGroup

@@ -68,7 +68,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         str | None, Meta(description="folder for the files of hub models; default: the cache of huggingface_hub")
     ] = None
     hf_token: Annotated[
-        str | None, Meta(description="token of the hub, for private and gated models; default: $HF_TOKEN, or hf's login")
+        str | None,
+        Meta(description="token of the hub, for private and gated models; default: $HF_TOKEN, or that of hf"),
     ] = None
     hf_overrides: Annotated[
         dict[str, Any] | None,

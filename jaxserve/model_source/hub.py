@@ -59,8 +59,8 @@ def hub_folder(repo: str, version: HubVersion, files: Sequence[str], *, offline:
         raise ModelNotFoundError(f"the hub's model {repo!r} has no revision {version.revision!r}") from error
     except errors.RepositoryNotFoundError as error:
         raise ModelNotFoundError(
-            f"the hub has no model {repo!r}, or it is private and no token or this one gives access to it. If a folder was meant: "
-            f"there is none at {Path(repo).absolute()}"
+            f"the hub has no model {repo!r}, or it is private and no token gives access. If a folder was meant: there "
+            f"is none at {Path(repo).absolute()}"
         ) from error
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
         why = "downloads are off" if offline else "the hub can't be reached from here"

@@ -34,7 +34,8 @@ _MIN_CPU_LIMIT = 8
 async def find_devices(config: EngineConfig) -> Devices:
     """Return the devices that jax finds for `--device`, or those of them that the configuration names.
 
-    They are listed in a separate process unless the device is the CPU. Raise `ConfigError` if there is none, `EngineDeadError` if the listing process fails.
+    They are listed in a separate process unless the device is the CPU. Raise `ConfigError` if there is none,
+    `EngineDeadError` if the listing process fails.
     """
     if config.device == "cpu" or (config.device == "auto" and os.environ.get("JAX_PLATFORMS") == "cpu"):
         return _CPU
@@ -107,9 +108,7 @@ def _tpu_environments(config: EngineConfig, devices: Devices, environment: Mappi
             f"{', '.join(map(str, TPU_BOUNDS))} of its host: choose another --tp-size, or --dp-mode mesh"
         )
     visible = _visible_devices(environment, TPU_CHIPS, config.device_ids or range(devices.num_chips))
-    return [
-        tpu_environment(visible[number * num_chips : (number + 1) * num_chips]) for number in range(config.dp_size)
-    ]
+    return [tpu_environment(visible[number * num_chips : (number + 1) * num_chips]) for number in range(config.dp_size)]
 
 
 def _visible_devices(environment: Mapping[str, str], variable: str, numbers: Sequence[int]) -> list[str]:

@@ -31,8 +31,8 @@ class PrefillChooser:
 
     While requests decode, a step with a part of a prompt that takes several steps has at most as many tokens as it
     computes in `mixed_step_seconds`, by the measured `times`; 0 is no limit. While others are open, `pooled_share`
-    bounds the tokens of pooled requests, and `long_prompt_tokens` those of one prompt; 0 is no limit. `num_deferred` is how many waiting requests the last choice deferred because
-    another request computes their prefix.
+    bounds the tokens of pooled requests, and `long_prompt_tokens` those of one prompt; 0 is no limit. `num_deferred` is
+    how many waiting requests the last choice deferred because another request computes their prefix.
     """
 
     def __init__(

@@ -59,7 +59,9 @@ def plan_host_memory(config: EngineConfig, deployment: Deployment, free: int) ->
     rows = [[row_specs(part.state, group) for group in groups] for part in deployment.parts]
     of_all_parts = [list(itertools.chain.from_iterable(own)) for own in zip(*rows)]
     states = [capacity.num_states] if capacity.num_states else []
-    counts = host_pages(config, [*capacity.pages_by_group, *states], of_all_parts, _share_bytes(config, deployment, free))
+    counts = host_pages(
+        config, [*capacity.pages_by_group, *states], of_all_parts, _share_bytes(config, deployment, free)
+    )
     split = len(capacity.pages_by_group)
     return HostMemory(counts[:split], sum(counts[split:]), rows)
 

@@ -27,6 +27,7 @@ NEEDS = {
     "speculative_disable_by_batch_size": ["--speculative-method=ngram"],
     "hicache_ratio": ["--enable-hierarchical-cache"],
     "hicache_size": ["--enable-hierarchical-cache"],
+    "hicache_host_memory_fraction": ["--enable-hierarchical-cache"],
     "hicache_write_policy": ["--enable-hierarchical-cache"],
     "speculative_model": ["--speculative-method=draft"],
     **{name: ["--allowed-origins=*"] for name in ("allowed_methods", "allowed_headers", "allow_credentials")},
