@@ -19,6 +19,11 @@ from typing import Literal
 
 Platform = Literal["cuda", "tpu", "rocm"]
 
+CUDA_DEVICES = "CUDA_VISIBLE_DEVICES"
+TPU_CHIPS = "TPU_VISIBLE_CHIPS"
+TPU_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
+"""The value of TPU_CHIPS_PER_PROCESS_BOUNDS for each number of chips that a process can have."""
+
 CPU = "cpu"
 PLUGINS = {"cuda13": "jax_cuda13_plugin", "cuda12": "jax_cuda12_plugin", "tpu": "libtpu"}
 """The extras that install a jax plug-in, and the module by which it is recognized; the newest of a platform first."""
@@ -54,6 +59,20 @@ class Accelerator:
 def find_accelerators(root: Path = Path("/"), environment: Mapping[str, str] = os.environ) -> list[Accelerator]:
     """Return the accelerators of this machine. `root` contains /dev, /proc and /sys; `environment` has the PATH."""
     return [found for found in (_nvidia(root, environment), _tpu(root), _amd(root)) if found is not None]
+
+
+def visible_devices(variable: str, environment: Mapping[str, str]) -> list[str]:
+    """Return the names that `CUDA_DEVICES` or `TPU_CHIPS` lists, [] if it isn't set."""
+    return [name.strip() for name in environment.get(variable, "").split(",") if name.strip()]
+
+
+def tpu_environment(chips: Sequence[str]) -> dict[str, str]:
+    """Return the environment of a process that has these chips of its host, as many as a key of `TPU_BOUNDS`."""
+    return {
+        TPU_CHIPS: ",".join(chips),
+        "TPU_CHIPS_PER_PROCESS_BOUNDS": TPU_BOUNDS[len(chips)],
+        "TPU_PROCESS_BOUNDS": "1,1,1",
+    }
 
 
 def nvidia_memory_bytes(kind: str, root: Path = Path("/"), environment: Mapping[str, str] = os.environ) -> int | None:

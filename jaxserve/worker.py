@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 from jax.sharding import Mesh
 
 from jaxserve.api_types import EngineInfo, KVGroup
@@ -207,7 +208,8 @@ def _prepare(config: EngineConfig, nodes: ProcessGroup | None) -> _EngineParts:
         if config.load_format != "dummy" and not config.calculate_kv_scales:
             scales = [checkpoint_kv_scales(source, part.model) for part in deployment.parts]
         log_kv_scales(deployment, scales)
-    host = plan_host_memory(config, deployment)
+    free_memory = psutil.virtual_memory().available
+    host = plan_host_memory(config, deployment, free_memory if nodes is None else nodes.agree(free_memory, min))
     with phases("weights"):
         weights = open_readers(deployment, source)
     # No program is loaded while serving in a mesh, whose processes must choose alike, nor by several stages, nor on a
@@ -376,6 +378,7 @@ def _causal_scheduler(
         chunked_prefill_size=sizes.chunked_prefill_size,
         max_prefill_tokens=sizes.max_prefill_tokens,
         max_num_batched_tokens=sizes.max_num_batched_tokens,
+        long_prefill_token_threshold=config.long_prefill_token_threshold,
         mixed_step_seconds=sizes.max_mixed_step_ms / 1000,
         pooled_time_share=config.pooled_time_share,
         limits=QueueLimits.of(config),

@@ -58,7 +58,7 @@ ORDER_INSIDE = {
                     "plan translate",
     "jaxserve.config": "foreign_readers mappings metric_settings nearest other_engines pipeline processes "
                        "sampling_defaults speculation threads | kv_events ranges | schema server_schema | "
-                       "data_parallel model_files settings | load served_checkpoint | explain",
+                       "data_parallel model_files settings | device_numbers load served_checkpoint | explain",
     "jaxserve.engine": "kv_cache multihost speculation | scheduling | core | process | client",
     "jaxserve.layers": "axes batch exchange | linear norm rope vocabulary | attention delta_net embedding mlp | "
                        "latent_attention mixture",

@@ -25,6 +25,7 @@ def parser() -> Parser:
     )
     parser.add_argument("--force", action="store_true", help="download a built-in model again even if it is there")
     parser.add_argument("--revision", metavar="TEXT", help="branch, tag or commit of the hub's model")
+    parser.add_argument("--hf-token", metavar="TEXT", help="token of the hub, instead of $HF_TOKEN")
     parser.add_argument("--download-dir", metavar="DIR", help="folder for the files of the hub's models")
     return parser
 
@@ -33,14 +34,21 @@ def main(argv: list[str]) -> int:
     """Run the command: print the path of each model and return the exit code."""
     arguments = parser().parse(argv)
     for model in arguments.models:
-        print(_pull(model, arguments.force, arguments.revision, arguments.download_dir), flush=True)
+        config = EngineConfig(
+            model=model,
+            revision=arguments.revision,
+            download_dir=arguments.download_dir,
+            hf_token=arguments.hf_token,
+        )
+        print(_pull(config, force=arguments.force), flush=True)
     return 0
 
 
-def _pull(model: str, force: bool, revision: str | None, folder: str | None) -> object:
-    config = EngineConfig(model=model, revision=revision, download_dir=folder)
-    if revision is None and not model_source.is_hub_id(model):
-        return model_source.pull(model, force=force)
+def _pull(config: EngineConfig, *, force: bool) -> object:
+    if config.revision is None and not model_source.is_hub_id(config.model):
+        return model_source.pull(config.model, force=force)
     if force:
-        raise ConfigError(f"--force is for built-in models; `hf download {model} --force-download` does it for a hub's")
+        raise ConfigError(
+            f"--force is for built-in models; `hf download {config.model} --force-download` does it for a hub's"
+        )
     return model_files(config).path

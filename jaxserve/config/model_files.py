@@ -1,7 +1,7 @@
 """Finds the files of a configuration: of its model, its tokenizer, and the model that drafts.
 
-All that need files of the served model get them here, so that `revision`, `tokenizer_path` and `download_dir` hold
-everywhere.
+All that need files of the served model get them here, so that `revision`, `tokenizer_path`, `download_dir` and
+`hf_token` hold everywhere.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def model_version(config: EngineConfig) -> HubVersion:
 def draft_version(config: EngineConfig) -> HubVersion:
     """Return the version of `speculative_model`: another repository doesn't have the model's revisions."""
     same = config.speculative_model == config.model
-    return HubVersion(config.revision if same else None, config.download_dir)
+    return HubVersion(config.revision if same else None, config.download_dir, config.hf_token)
 
 
 def _tokenizer_version(config: EngineConfig) -> tuple[str, str | None]:
@@ -92,4 +92,4 @@ def _version(config: EngineConfig, model: str, name: str, revision: str | None) 
             f"{name}={revision} chooses a version of a model on the hub (org/name), and {model} is a built-in model or "
             f"a path; leave {name} out"
         )
-    return HubVersion(revision, config.download_dir)
+    return HubVersion(revision, config.download_dir, config.hf_token)

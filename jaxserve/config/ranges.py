@@ -53,6 +53,7 @@ ENGINE_RANGES: Ranges = {
     "schedule_conservativeness": (0.0, 1e6),
     "hicache_ratio": (_ABOVE_0, 1e6),
     "hicache_size": (_ABOVE_0, 1e6),
+    "hicache_host_memory_fraction": (_ABOVE_0, 1.0),
     "num_speculative_tokens": (1, 16),
     "speculative_disable_by_batch_size": (1, MOST),
     "prompt_lookup_max": (1, 8),

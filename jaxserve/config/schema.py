@@ -7,6 +7,7 @@ model or the device are made at start-up.
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -69,6 +70,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     download_dir: Annotated[
         str | None, Meta(description="folder for the files of hub models; default: the cache of huggingface_hub")
     ] = None
+    hf_token: Annotated[
+        str | None,
+        Meta(description="token of the hub, for private and gated models; default: $HF_TOKEN, or that of hf"),
+    ] = None
     hf_overrides: Annotated[
         dict[str, Any] | None,
         Meta(description="fields that replace those of the model's config.json, as JSON; vLLM's"),
@@ -110,10 +115,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = "auto"
     device_ids: Annotated[
         tuple[int, ...] | None,
-        Meta(description="numbers of the devices of this node to use, as CUDA_VISIBLE_DEVICES counts; default: all"),
+        Meta(
+            description="numbers of the GPUs or TPU chips of this node to use, among those that CUDA_VISIBLE_DEVICES "
+            "or TPU_VISIBLE_CHIPS lists, if it is set; default: the first ones"
+        ),
     ] = None
-    base_gpu_id: Annotated[int, Meta(description="number of the first device to use, instead of device_ids")] = 0
-    gpu_id_step: Annotated[int, Meta(description="difference between the numbers of two devices after base_gpu_id")] = 1
+    base_gpu_id: Annotated[int, Meta(description="number of the first GPU to use, instead of device_ids")] = 0
+    gpu_id_step: Annotated[int, Meta(description="difference between the numbers of a GPU to use and the next")] = 1
     attention_backend: Annotated[
         Literal["auto", "reference", "cpu", "triton", "mosaic_tpu", "mosaic_gpu"],
         Meta(description="paged attention kernel; auto chooses by platform"),
@@ -263,7 +271,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = None
     long_prefill_token_threshold: Annotated[
         int,
-        Meta(description="maximum tokens of one prompt per step, so that a long one leaves room for others; 0: all"),
+        Meta(
+            description="maximum tokens of one prompt per step while other requests are open, so that it leaves room "
+            "for them; 0: no limit"
+        ),
     ] = 0
     max_num_batched_tokens: Annotated[
         int | None, Meta(description="maximum tokens per step, decodes included; default: fits chunked_prefill_size")
@@ -339,6 +350,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     )
     hicache_size: Annotated[
         float | None, Meta(description="GB of host memory for cached pages, instead of the ratio")
+    ] = None
+    hicache_host_memory_fraction: Annotated[
+        float | None,
+        Meta(
+            description="share of the host's available memory for cached pages, of all replicas together, instead of "
+            "the ratio"
+        ),
     ] = None
     hicache_write_policy: Annotated[
         Literal["write_through", "write_back"],
@@ -429,14 +447,25 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             self, **{name: value for name, value in values.items() if getattr(self, name) is None}
         )
 
+    def masked(self) -> EngineConfig:
+        """Return a copy to show to others, with the token masked."""
+        return self if self.hf_token is None else msgspec.structs.replace(self, hf_token="***")
+
     def __post_init__(self) -> None:
         check_ranges(self, ENGINE_RANGES)
+        if self.hf_token is not None and re.fullmatch("[!-~]+", self.hf_token) is None:
+            raise ConfigError("hf_token must be a token such as hf_…, without blanks; leave it out if there is none")
         if self.page_size & (self.page_size - 1):
             raise ConfigError(f"page_size must be a power of two, got {self.page_size}")
         if self.mem_fraction_static is not None and not 0.0 < self.mem_fraction_static <= 1.0:
             raise ConfigError(f"mem_fraction_static must be in (0, 1], got {self.mem_fraction_static}")
         if self.chunked_prefill_size == 0:
             raise ConfigError("chunked_prefill_size must be positive, or -1 to disable chunking; got 0")
+        if self.long_prefill_token_threshold and self.chunked_prefill_size == -1:
+            raise ConfigError(
+                f"long_prefill_token_threshold={self.long_prefill_token_threshold} computes prompts in parts, and "
+                "chunked_prefill_size=-1 asks for none; keep one"
+            )
         if self.ep_size == 0:
             raise ConfigError("ep_size must be positive, or -1 for one part on each device; got 0")
         data, tensor = ranks_and_shards(
@@ -458,6 +487,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             )
         self._check_pool()
         self._check_priorities()
+        self._check_devices()
         self._check_hierarchical_cache()
         if self.kv_events_config is not None:
             if self.disable_radix_cache:
@@ -544,10 +574,32 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 "disable_radix_cache disables; keep one"
             )
 
+    def _check_devices(self) -> None:
+        ids = self.device_ids
+        if ids is None:
+            return
+        if not ids or min(ids) < 0 or len(set(ids)) < len(ids):
+            raise ConfigError(f"device_ids must be different numbers from 0, such as 2,3; got {list(ids)}")
+        if (self.base_gpu_id, self.gpu_id_step) != (0, 1):
+            raise ConfigError(
+                f"device_ids={','.join(map(str, ids))} and base_gpu_id={self.base_gpu_id} with "
+                f"gpu_id_step={self.gpu_id_step} both choose devices; keep one"
+            )
+
     def _check_hierarchical_cache(self) -> None:
         if self.enable_hierarchical_cache and self.disable_radix_cache:
             raise ConfigError("enable_hierarchical_cache needs the cache that disable_radix_cache disables; keep one")
         if not self.enable_hierarchical_cache and (
-            (self.hicache_ratio, self.hicache_size, self.hicache_write_policy) != (2.0, None, "write_through")
+            (self.hicache_ratio, self.hicache_size, self.hicache_host_memory_fraction, self.hicache_write_policy)
+            != (2.0, None, None, "write_through")
         ):
-            raise ConfigError("hicache_ratio, hicache_size and hicache_write_policy need enable_hierarchical_cache")
+            raise ConfigError(
+                "hicache_ratio, hicache_size, hicache_host_memory_fraction and hicache_write_policy need "
+                "enable_hierarchical_cache"
+            )
+        if self.hicache_host_memory_fraction is not None and (self.hicache_ratio, self.hicache_size) != (2.0, None):
+            other = "hicache_ratio" if self.hicache_size is None else "hicache_size"
+            raise ConfigError(
+                f"hicache_host_memory_fraction={self.hicache_host_memory_fraction:g} and {other}="
+                f"{getattr(self, other):g} both size the pages in host memory; keep one"
+            )

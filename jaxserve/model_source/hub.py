@@ -20,13 +20,15 @@ _UNWANTED_FILES = (
 
 @dataclasses.dataclass(frozen=True)
 class HubVersion:
-    """Which version of a model is taken, and where its files are kept.
+    """Which version of a model is taken, where its files are kept, and the token that gives access to them.
 
-    `revision` is a branch, tag or commit, None for the main branch; `folder` None is the cache of huggingface_hub.
+    `revision` is a branch, tag or commit, None for the main branch; `folder` None is the cache of huggingface_hub, and
+    `token` None is $HF_TOKEN or that of `hf auth login`, if there is one.
     """
 
     revision: str | None = None
     folder: str | None = None
+    token: str | None = dataclasses.field(default=None, repr=False)
 
 
 def hub_folder(repo: str, version: HubVersion, files: Sequence[str], *, offline: bool) -> Path:
@@ -47,17 +49,18 @@ def hub_folder(repo: str, version: HubVersion, files: Sequence[str], *, offline:
             allow_patterns=list(files),
             ignore_patterns=list(_UNWANTED_FILES),
             local_files_only=offline,
+            token=version.token,
         )
     except errors.GatedRepoError as error:
         raise ModelNotFoundError(
-            f"{what} is gated: ask for access on its page, then run `hf auth login` or set HF_TOKEN"
+            f"{what} is gated: ask for access on its page, then run `hf auth login`, or set HF_TOKEN or --hf-token"
         ) from error
     except errors.RevisionNotFoundError as error:
         raise ModelNotFoundError(f"the hub's model {repo!r} has no revision {version.revision!r}") from error
     except errors.RepositoryNotFoundError as error:
         raise ModelNotFoundError(
-            f"the hub has no model {repo!r}, or it is private and HF_TOKEN gives no access. If a folder was meant: "
-            f"there is none at {Path(repo).absolute()}"
+            f"the hub has no model {repo!r}, or it is private and no token gives access. If a folder was meant: there "
+            f"is none at {Path(repo).absolute()}"
         ) from error
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
         why = "downloads are off" if offline else "the hub can't be reached from here"

@@ -6,6 +6,7 @@ LOADED = load_config(
     [
         GivenSetting("max_num_seqs", "8", "flag", "--max-num-seqs"),
         GivenSetting("api_key", "secret", "flag", "--api-key"),
+        GivenSetting("hf_token", "hf_secret", "flag", "--hf-token"),
         GivenSetting("cuda_graph_bs", ["1", "2"], "flag", "--cuda-graph-bs"),
         GivenSetting("enable_metrics", True, "flag", "--enable-metrics"),
     ]

@@ -116,6 +116,16 @@ def test_a_value_out_of_range_is_refused_by_the_schema(yaml_file) -> None:
         ({"disable_radix_cache": True}, "that disable_radix_cache disables; keep one"),
         ({"hicache_ratio": 0.0}, "hicache_ratio must be more than 0, got 0.0"),
         ({"hicache_size": -1.0}, "hicache_size must be more than 0, got -1.0"),
+        ({"hicache_host_memory_fraction": 1.1}, "hicache_host_memory_fraction must be at most 1.0, got 1.1"),
+        (
+            {"hicache_host_memory_fraction": 0.5, "hicache_size": 4.0},
+            "hicache_host_memory_fraction=0.5 and hicache_size=4 both size the pages in host memory; keep one",
+        ),
+        ({"hicache_host_memory_fraction": 0.5, "hicache_ratio": 3.0}, "=0.5 and hicache_ratio=3 both size"),
+        (
+            {"enable_hierarchical_cache": False, "hicache_host_memory_fraction": 0.5},
+            "hicache_host_memory_fraction and hicache_write_policy need enable_hierarchical_cache",
+        ),
         ({"enable_hierarchical_cache": False, "hicache_size": 4.0}, "need enable_hierarchical_cache"),
         ({"enable_hierarchical_cache": False, "hicache_write_policy": "write_back"}, "need enable_hierarchical_cache"),
     ],
@@ -185,3 +195,38 @@ def test_a_value_that_yaml_cannot_construct_is_refused(value: str, tmp_path: Pat
     path.write_text(f"page_size: {value}\n")
     with pytest.raises(ConfigError, match=str(path)):
         load_config([], path)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"device_ids": ()}, r"device_ids must be different numbers from 0, such as 2,3; got \[\]"),
+        ({"device_ids": (2, 2)}, r"device_ids must be different numbers from 0, such as 2,3; got \[2, 2\]"),
+        ({"device_ids": (-1,)}, r"got \[-1\]"),
+        (
+            {"device_ids": (2, 3), "gpu_id_step": 2},
+            "device_ids=2,3 and base_gpu_id=0 with gpu_id_step=2 both choose devices; keep one",
+        ),
+        ({"base_gpu_id": -1}, "base_gpu_id must be at least 0, got -1"),
+        ({"gpu_id_step": 0}, "gpu_id_step must be at least 1, got 0"),
+        (
+            {"long_prefill_token_threshold": 64, "chunked_prefill_size": -1},
+            "long_prefill_token_threshold=64 computes prompts in parts, and chunked_prefill_size=-1 asks for none",
+        ),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig(**given)
+
+
+@pytest.mark.parametrize("token", ["", "hf_secret\n", "hf secret"])
+def test_what_can_be_no_token_is_refused_and_not_repeated(token: str) -> None:
+    with pytest.raises(ConfigError, match="hf_token must be a token") as caught:
+        EngineConfig(hf_token=token)
+    assert "secret" not in str(caught.value)
+
+
+def test_a_token_is_masked_for_others() -> None:
+    assert EngineConfig(hf_token="hf_secret").masked() == EngineConfig(hf_token="***")
+    assert EngineConfig().masked() == EngineConfig()

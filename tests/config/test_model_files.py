@@ -26,6 +26,7 @@ from jaxserve.runtime.sizing.deployment import read_model, read_stored
 from tests.tiny_model import CONFIG, write_tiny_model
 
 MODEL, OTHER = "org/model", "org/other"
+TOKEN = "hf_test"
 # (the model, its revision, the folder of downloads)
 Asked = tuple[str, str | None, str | None]
 
@@ -36,8 +37,9 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Asked]:
     asked: list[Asked] = []
 
     def snapshot_download(
-        repo: str, *, revision: str | None, cache_dir: Path | None, local_files_only: bool, **_: object
+        repo: str, *, revision: str | None, cache_dir: Path | None, local_files_only: bool, token: str, **_: object
     ) -> str:
+        assert token == TOKEN
         folder = None if cache_dir is None else str(cache_dir)
         asked.append((repo, revision, folder))
         here = tmp_path / f"{repo.replace('/', '--')}@{revision}@{len(folder or '')}"
@@ -64,7 +66,7 @@ class Gone:
 
 
 def config(**settings: Any) -> EngineConfig:
-    return EngineConfig(**{"model": MODEL, "load_format": "dummy"} | settings)
+    return EngineConfig(**{"model": MODEL, "load_format": "dummy", "hf_token": TOKEN} | settings)
 
 
 def test_the_model_has_its_revision_and_its_folder_everywhere(asked: list[Asked]) -> None:

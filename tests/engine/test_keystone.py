@@ -99,6 +99,7 @@ def _random_engine(
     states: bool,
     pools_all_tokens: bool,
     pooled_time_share: float,
+    long_prefill_token_threshold: int,
 ) -> tuple[EngineLoop, Scheduler, FakeExecutor]:
     """Make a random engine; if `tiered`, with host memory and so few pages that most cached ones are evicted to it."""
     num_slots = rng.choice([1, 3] if tiered else [1, 3, 8, 8])
@@ -141,6 +142,7 @@ def _random_engine(
         max_num_batched_tokens=rng.choice([num_slots + 1, 64]),
         mixed_step_seconds=1e-9 if not tiered and capacity.num_pages % 8 == 0 else 0.0,
         pooled_time_share=pooled_time_share,
+        long_prefill_token_threshold=long_prefill_token_threshold,
         limits=limits,
         policy=rng.choice(get_args(Policy)),
         conservativeness=rng.choice([0.0, 0.0, 0.3, 1.0, 1.3]),
@@ -228,6 +230,7 @@ def test_tokens_are_those_of_each_request_alone(
             states=states,
             pools_all_tokens=seed % 2 == 0,
             pooled_time_share=random.Random(f"share {seed}").choice([0.01, 0.3, 1.0]),
+            long_prefill_token_threshold=random.Random(f"long {seed}").choice([0, 0, 1, 5]),
         )
         max_model_len = executor.capacity.max_model_len
         requests: dict[str, EngineRequest] = {}

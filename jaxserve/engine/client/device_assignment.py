@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from jaxserve.accelerators import CUDA_DEVICES, TPU_BOUNDS, TPU_CHIPS, tpu_environment, visible_devices
 from jaxserve.api_types import Devices
+from jaxserve.config.device_numbers import device_numbers
 from jaxserve.config.schema import EngineConfig
 from jaxserve.config.threads import divide_threads
 from jaxserve.engine.client.aggregate import replica_name
@@ -23,23 +25,23 @@ from jaxserve.errors import ConfigError, EngineDeadError
 LIST_DEVICES_MODULE = "jaxserve.runtime.devices.list_devices"
 
 _CPU = Devices(platform="cpu", num_devices=1, num_chips=1)
-_CUDA_DEVICES = "CUDA_VISIBLE_DEVICES"
-_TPU_CHIPS = "TPU_VISIBLE_CHIPS"
+# The settings on which it depends which devices are listed.
+_OF_DEVICES = ("device", "device_ids", "base_gpu_id", "gpu_id_step", "tp_size", "dp_size", "pp_size", "dp_mode")
 # Any CPU may run this many replicas, as for a test on a small machine; a larger one may run one replica per core.
 _MIN_CPU_LIMIT = 8
-# The value of TPU_CHIPS_PER_PROCESS_BOUNDS for each number of chips that a process has.
-_TPU_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,4,1"}
 
 
 async def find_devices(config: EngineConfig) -> Devices:
-    """Return the devices that jax finds for `--device`, listed in a separate process unless the device is the CPU.
+    """Return the devices that jax finds for `--device`, or those of them that the configuration names.
 
-    Raise `ConfigError` if there is none, `EngineDeadError` if the listing process fails.
+    They are listed in a separate process unless the device is the CPU. Raise `ConfigError` if there is none,
+    `EngineDeadError` if the listing process fails.
     """
     if config.device == "cpu" or (config.device == "auto" and os.environ.get("JAX_PLATFORMS") == "cpu"):
         return _CPU
+    settings = msgspec.json.encode({name: getattr(config, name) for name in _OF_DEVICES}).decode()
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", LIST_DEVICES_MODULE, config.device, stdout=asyncio.subprocess.PIPE
+        sys.executable, "-m", LIST_DEVICES_MODULE, settings, stdout=asyncio.subprocess.PIPE
     )
     try:
         output, _ = await process.communicate()
@@ -62,6 +64,7 @@ def assign_devices(config: EngineConfig, devices: Devices, environment: Mapping[
     """
     count, each = config.dp_size, config.tp_size * config.pp_size
     names = [replica_name(number) for number in range(count)]
+    numbers = device_numbers(config, devices.platform)
     if devices.platform == "cpu":
         most = max(os.cpu_count() or 1, _MIN_CPU_LIMIT)
         if count > most:
@@ -77,9 +80,9 @@ def assign_devices(config: EngineConfig, devices: Devices, environment: Mapping[
             ReplicaResources(name, own, index)
             for index, (name, own) in enumerate(zip(names, _tpu_environments(config, devices, environment)))
         ]
-    visible = _visible_devices(environment, _CUDA_DEVICES, devices.num_devices)
+    visible = _visible_devices(environment, CUDA_DEVICES, numbers or range(devices.num_devices))
     return [
-        ReplicaResources(name, {_CUDA_DEVICES: ",".join(visible[number * each : (number + 1) * each])}, number)
+        ReplicaResources(name, {CUDA_DEVICES: ",".join(visible[number * each : (number + 1) * each])}, number)
         for number, name in enumerate(names)
     ]
 
@@ -98,24 +101,17 @@ def _sizes_that_fit(config: EngineConfig, num_devices: int) -> str:
 def _tpu_environments(config: EngineConfig, devices: Devices, environment: Mapping[str, str]) -> list[dict[str, str]]:
     each = config.tp_size * config.pp_size
     num_chips, rest = divmod(each * devices.num_chips, devices.num_devices)
-    if rest or num_chips not in _TPU_BOUNDS:
+    if rest or num_chips not in TPU_BOUNDS:
         raise ConfigError(
             f"tp_size={config.tp_size}{_with_stages(config)} gives each replica "
             f"{each * devices.num_chips / devices.num_devices:g} TPU chips, and a process can have "
-            f"{', '.join(map(str, _TPU_BOUNDS))} of its host: choose another --tp-size, or --dp-mode mesh"
+            f"{', '.join(map(str, TPU_BOUNDS))} of its host: choose another --tp-size, or --dp-mode mesh"
         )
-    visible = _visible_devices(environment, _TPU_CHIPS, devices.num_chips)
-    return [
-        {
-            _TPU_CHIPS: ",".join(visible[number * num_chips : (number + 1) * num_chips]),
-            "TPU_CHIPS_PER_PROCESS_BOUNDS": _TPU_BOUNDS[num_chips],
-            "TPU_PROCESS_BOUNDS": "1,1,1",
-        }
-        for number in range(config.dp_size)
-    ]
+    visible = _visible_devices(environment, TPU_CHIPS, config.device_ids or range(devices.num_chips))
+    return [tpu_environment(visible[number * num_chips : (number + 1) * num_chips]) for number in range(config.dp_size)]
 
 
-def _visible_devices(environment: Mapping[str, str], variable: str, count: int) -> list[str]:
-    """Return the names of the devices that this process may use, by default 0 to `count` - 1."""
-    listed = [name.strip() for name in environment.get(variable, "").split(",") if name.strip()]
-    return listed or [str(number) for number in range(count)]
+def _visible_devices(environment: Mapping[str, str], variable: str, numbers: Sequence[int]) -> list[str]:
+    """Return the names of the devices with these numbers among those that this process may use."""
+    listed = visible_devices(variable, environment)
+    return [listed[number] if listed else str(number) for number in numbers]

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from jaxserve.config.data_parallel import resolve_dp_mode
+from jaxserve.config.device_numbers import on_all_devices
 from jaxserve.config.schema import EngineConfig
 from jaxserve.engine.client.device_assignment import assign_devices, find_devices
 from jaxserve.engine.process.launch_protocol import WHOLE_MACHINE, EngineEndpoint, ReplicaResources
@@ -57,8 +58,8 @@ class EngineProcesses:
         resources = [WHOLE_MACHINE]
         if config.dp_mode == "replicas":
             resources = assign_devices(config, await find_devices(config), os.environ)
-            # Limits of the queue hold for all replicas together: `Replicas` checks them.
-            config = msgspec.structs.replace(config, **dict.fromkeys(QUEUE_LIMITS))
+            # Limits of the queue hold for all replicas together: `Replicas` checks them. Each sees its own devices.
+            config = on_all_devices(msgspec.structs.replace(config, **dict.fromkeys(QUEUE_LIMITS)))
         for own in resources if config.dp_mode == "replicas" else ():
             given = " ".join(f"{name}={value}" for name, value in own.environment.items())
             logger.info("Starting replica %s of %d, with %s", own.name, len(resources), given)

@@ -24,6 +24,7 @@ _LOCAL_SETTINGS = {
     "node_rank", "dist_init_addr", "dist_timeout", "log_level", "program_cache_dir", "disable_program_cache",
     "log_config_file", "profile_dir", "watchdog_timeout", "soft_watchdog_timeout", "decode_log_interval",
     "kv_events_config",
+    "device_ids", "base_gpu_id", "gpu_id_step", "hf_token",
 }  # fmt: skip
 
 

@@ -90,6 +90,7 @@ class Planner:
         prefill_max_requests: int | None = None,
         ratio: NewTokenRatio,
         shares_prefixes: bool,
+        long_prefill_token_threshold: int = 0,
         mixed_step_seconds: float = 0.0,
         pooled_time_share: float = 1.0,
         speculation: Speculation | None = None,
@@ -128,6 +129,7 @@ class Planner:
             step_tokens=self._step_tokens,
             max_requests=prefill_max_requests,
             ratio=ratio,
+            long_prompt_tokens=long_prefill_token_threshold,
             shares_prefixes=shares_prefixes,
             times=self.times,
             mixed_step_seconds=mixed_step_seconds / stages,  # as long as a stage may take of it

@@ -32,8 +32,8 @@ class PrefillChooser:
     They are those of at most `max_requests` requests on each rank, if it isn't None.
     While requests decode, a step with a part of a prompt that takes several steps has at most as many tokens as it
     computes in `mixed_step_seconds`, by the measured `times`; 0 is no limit. While others are open, `pooled_share`
-    bounds the tokens of pooled requests. `num_deferred` is how many waiting requests the last choice deferred because
-    another request computes their prefix.
+    bounds the tokens of pooled requests, and `long_prompt_tokens` those of one prompt; 0 is no limit. `num_deferred` is
+    how many waiting requests the last choice deferred because another request computes their prefix.
     """
 
     def __init__(
@@ -45,6 +45,7 @@ class PrefillChooser:
         step_tokens: int,
         max_requests: int | None,
         ratio: NewTokenRatio,
+        long_prompt_tokens: int,
         shares_prefixes: bool,
         times: StepTimes,
         mixed_step_seconds: float,
@@ -61,6 +62,7 @@ class PrefillChooser:
         self._step_tokens = step_tokens
         self._max_requests = max_requests
         self._ratio = ratio
+        self._long_prompt_tokens = long_prompt_tokens
         self._shares_prefixes = shares_prefixes
 
     def choose(self, num_decodes: Sequence[int], opens: list[SlotOpen], *, admit: bool) -> list[tuple[Request, int]]:
@@ -69,8 +71,9 @@ class PrefillChooser:
         With `admit`, waiting requests may start, which adds to `opens`. They start in queue order; only one deferred
         for a shared prefix, or whose best rank has no budget left, may be passed. A chunk is shorter than the prompt's
         rest only if it uses up a budget or the pages. So each rank has at most one partly planned prompt, and one of a
-        pooled request, and two prompts never wait for each other's pages. If decodes take the pages a prompt needs,
-        retraction frees others.
+        pooled request, and two prompts never wait for each other's pages. With a limit of one prompt's tokens there are
+        several, and a request starts only if there are pages for the rest of all. If decodes take the pages a prompt
+        needs, retraction frees others.
 
         While others are open, pooled requests have their share of the time, and are chosen first. Without that limit
         they come last. If nothing else can run, they have all of it.
@@ -126,13 +129,12 @@ class PrefillChooser:
             planned, held = request.num_planned_tokens, len(request.pages[0])
             self._limit(budget, rank, request.num_fill_tokens - (request.num_cached_tokens or 0))
             room = (held + self._unpromised(rank, promised)) * self._page_size - planned
-            length = min(request.num_fill_tokens - planned, room, budget.max_chunk(rank.index, **_kind(request)))
-            if length <= 0:
+            length = min(self._most_of(request, planned), room, budget.max_chunk(rank.index, **_kind(request)))
+            cut = _state_cut(request, length) if length > 0 else 0
+            if rank in open_ranks and (cut < length or length <= 0):
                 open_ranks.remove(rank)
+            if (length := cut) == 0:
                 continue
-            if (cut := _state_cut(request, length)) < length:
-                length = cut
-                open_ranks.remove(rank)
             budget.add_chunk(rank.index, length, **_kind(request))
             chosen.append((request, length))
             added = rank.pool.pages_for(planned + length) - held
@@ -160,9 +162,44 @@ class PrefillChooser:
 
     def _limit(self, budget: PrefillBudget, rank: Rank, num_tokens: int) -> None:
         """Reduce the budget of a step for a prompt that takes several steps, while others decode."""
-        takes_several = self._mixed_step_seconds > 0 and num_tokens > self._prefill_tokens
+        at_once = min(self._prefill_tokens, self._prompt_limit or self._prefill_tokens)
+        takes_several = self._mixed_step_seconds > 0 and num_tokens > at_once
         if takes_several and any(other.decoding for other in self._table.ranks):
             budget.limit(rank.index, self._times.most_tokens(self._mixed_step_seconds))
+
+    @property
+    def _prompt_limit(self) -> int:
+        """The most tokens of one prompt in a step, 0 if there is no limit, as for a prompt that no other waits for."""
+        if not self._long_prompt_tokens:
+            return 0
+        num_open = self._table.num_waiting + sum(len(rank.running) for rank in self._table.ranks)
+        return self._long_prompt_tokens if num_open > 1 else 0
+
+    def _most_of(self, request: Request, planned: int) -> int:
+        """Return how many tokens of a prompt a step may have, after `planned` ones."""
+        rest = request.num_fill_tokens - planned
+        return min(rest, self._prompt_limit or rest)
+
+    def _expected_tokens(self, rank: Rank, chosen: Sequence[tuple[Request, int]] = ()) -> float:
+        """Return how many more tokens running requests are expected to need pages for, beside those `chosen`.
+
+        Rests of prompts count if there may be several: each is sure of its pages before another request starts.
+        """
+        rests = 0
+        if self._long_prompt_tokens:
+            rests = sum(request.num_fill_tokens - request.num_planned_tokens for request in rank.prefilling.values())
+            rests -= sum(length for request, length in chosen if request.rank == rank.index)
+        return rests + reserved_tokens(rank.running, self._ratio.value)
+
+    def check(self) -> list[str]:
+        """Return which prompts are partly planned and may not be, as sentences."""
+        problems = []
+        for rank in self._table.ranks if not self._long_prompt_tokens else ():
+            for pooled in (False, True):
+                partly = [request.request_id for request in rank.prefilling.values() if request.pooled == pooled]
+                if len(partly) > 1:
+                    problems.append(f"{len(partly)} prompts of a rank are partly planned: {', '.join(partly)}")
+        return problems
 
     def can_start(self, request: Request, rank: Rank, *, freed: Sequence[Request] = ()) -> bool:
         """Return whether a rank has a slot and pages for a waiting request, now or with what others would free."""
@@ -176,7 +213,7 @@ class PrefillChooser:
             count + sum(len(other.pages[group]) for other in freed)
             for group, count in enumerate(rank.available_pages())
         ]
-        expected = reserved_tokens(rank.running, self._ratio.value)
+        expected = self._expected_tokens(rank)
         fits = self._fits(request, rank, len(pages), held, available, expected, rank.missing_window_pages())
         cache.windows.release(held)
         cache.unlock(node)
@@ -198,7 +235,7 @@ class PrefillChooser:
         """
         ranks = self._table.ranks
         ratio = self._ratio.value
-        expected = [reserved_tokens(rank.running, ratio) for rank in ranks]
+        expected = [self._expected_tokens(rank, chosen) for rank in ranks]
         pending = [sum(r.num_fill_tokens - r.num_planned_tokens for r in rank.prefilling.values()) for rank in ranks]
         missing = [rank.missing_window_pages() for rank in ranks]
         num_passed = 0
@@ -228,7 +265,7 @@ class PrefillChooser:
                     continue
                 opens.append(self._table.start(waiting, rank, node, pages, held))
                 self._limit(budget, rank, waiting.num_fill_tokens - cached)
-                length = min(waiting.num_fill_tokens - cached, budget.max_chunk(index, **kind))
+                length = min(self._most_of(waiting, cached), budget.max_chunk(index, **kind))
                 room = self._unpromised(rank, promised) * self._page_size + matched - cached
                 if (most := min(room, _state_cut(waiting, length))) < length:
                     length = most

@@ -279,10 +279,6 @@ class Rank:
                         f"request {request.request_id} has given up {passed} pages and holds {len(pages)} for "
                         f"{request.num_planned_tokens} tokens"
                     )
-        for pooled in (False, True):
-            partly = [request.request_id for request in self.prefilling.values() if request.pooled == pooled]
-            if len(partly) > 1:
-                problems.append(f"{len(partly)} prompts are partly planned: {', '.join(partly)}")
         return problems
 
     def _allocate(self, count: int) -> list[int]:

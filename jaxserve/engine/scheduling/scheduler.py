@@ -53,7 +53,8 @@ class Scheduler:
     """Schedules requests within `capacity`, by `policy` and `conservativeness` (see the modules `policy`, `admission`).
 
     On each rank, a step has at most `max_num_batched_tokens` tokens, of which at most `chunked_prefill_size` and at
-    most `max_prefill_tokens` belong to prompts, of at most `prefill_max_requests` requests (None: of any number).
+    most `max_prefill_tokens` belong to prompts, of at most `prefill_max_requests` requests (None: of any number); while
+    several requests are open, at most `long_prefill_token_threshold` to one prompt, unless that is 0.
     Requests beyond `limits` are refused. `priorities` say what those of requests mean; the order of retraction depends
     on them if either this `policy` or `retraction_policy` is `priority`. `random_seed` determines the seeds of requests
     without one. Each rank keeps pages evicted from its prefix cache, by `eviction_policy`, in `num_host_pages` pages of
@@ -86,6 +87,7 @@ class Scheduler:
         host_write_policy: WritePolicy = "write_through",
         state_snapshot_interval: int = 0,
         record_cache_events: bool = False,
+        long_prefill_token_threshold: int = 0,
         mixed_step_seconds: float = 0.0,
         pooled_time_share: float = 1.0,
         speculation: Speculation | None = None,
@@ -129,6 +131,7 @@ class Scheduler:
             prefill_max_requests=prefill_max_requests,
             ratio=self._ratio,
             shares_prefixes=prefix_cache,
+            long_prefill_token_threshold=long_prefill_token_threshold,
             mixed_step_seconds=mixed_step_seconds,
             pooled_time_share=pooled_time_share,
             speculation=speculation,
@@ -356,7 +359,7 @@ class Scheduler:
 
     def check_integrity(self) -> list[str]:
         """Return the inconsistencies found in pages, slots and queues, as sentences."""
-        return self._table.check()
+        return self._table.check() + self._planner.prefills.check()
 
     def _report(
         self,

@@ -17,22 +17,25 @@ from typing import Any
 import jax
 from jax.extend.backend import clear_backends
 
-from jaxserve.accelerators import PLUGINS, Accelerator, find_accelerators
+from jaxserve.accelerators import CUDA_DEVICES, PLUGINS, TPU_CHIPS, Accelerator, find_accelerators
+from jaxserve.config.device_numbers import devices_named
 from jaxserve.config.schema import EngineConfig
 from jaxserve.errors import ConfigError
 from jaxserve.runtime.devices.device import reserve_memory
+from jaxserve.runtime.devices.restriction import check_restricted, restrict_devices
 
 logger = logging.getLogger("jaxserve.runtime")
 
 _PLATFORMS = {"cuda": "NVIDIA GPU with its driver", "tpu": "TPU"}
 _SERVED = ("cpu", "cuda", "gpu", "tpu")
-_HIDING = {"cuda": "CUDA_VISIBLE_DEVICES", "tpu": "TPU_VISIBLE_CHIPS"}
+_HIDING = {"cuda": CUDA_DEVICES, "tpu": TPU_CHIPS}
 
 
 def attach(config: EngineConfig, join: Callable[[], None] | None = None) -> list[Any]:
     """Return the jax devices to run on: with `join`, which makes this process one of several, those of all processes.
 
-    Raises `ConfigError` if there is no device, or if `nnodes` is more than 1 and `join` is not given.
+    They are those that `config` names, if it does. Raises `ConfigError` if there is no device, or if `nnodes` is more
+    than 1 and `join` is not given.
     """
     if join is None and config.nnodes > 1:
         raise ConfigError(
@@ -42,13 +45,16 @@ def attach(config: EngineConfig, join: Callable[[], None] | None = None) -> list
     requested = config.device if config.device != "auto" else os.environ.get("JAX_PLATFORMS", "")
     if config.device != "auto":
         jax.config.update("jax_platforms", config.device)
+    count = restrict_devices(config, _expected_platform(requested)) if devices_named(config) else 0
     if join is not None:
         join()
     with _captured_jax_log() as messages:
         devices, problem = _jax_devices()
+        if count and problem is None:
+            check_restricted(config, count, devices, _reason(messages))
         if problem is not None:
             messages.append(problem)
-            if requested or join is not None:
+            if requested or count or join is not None:
                 platform = requested.partition(",")[0].replace("gpu", "cuda")
                 missing = explain_missing(platform, find_accelerators(), installed_extras(), messages)
                 messages.clear()
@@ -60,6 +66,13 @@ def attach(config: EngineConfig, join: Callable[[], None] | None = None) -> list
         if not requested and devices[0].platform == "cpu":
             _warn_of_unused(find_accelerators(), problem, messages)
     return devices
+
+
+def _expected_platform(requested: str) -> str:
+    """Return the platform that jax will choose, if it can use what this machine has."""
+    found = [accelerator.platform for accelerator in find_accelerators()]
+    best = next((platform for platform in ("tpu", "cuda") if platform in found), "cpu")
+    return requested.partition(",")[0].replace("gpu", "cuda") or best
 
 
 def _warn_of_unused(found: Sequence[Accelerator], problem: str | None, messages: list[str]) -> None:

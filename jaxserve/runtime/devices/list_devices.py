@@ -1,4 +1,4 @@
-"""Prints the devices that jax finds, as JSON of `Devices`: `python -m jaxserve.runtime.devices.list_devices DEVICE`.
+"""Prints the devices that jax finds, as JSON of `Devices`: `python -m jaxserve.runtime.devices.list_devices SETTINGS`.
 
 A server that starts replicas divides the devices among them. It lists them in a process that ends before the replicas
 start, as jax never releases a device it has taken.
@@ -18,12 +18,12 @@ from jaxserve.errors import ConfigError
 from jaxserve.runtime.devices.attach import attach
 
 
-def main(device: str) -> None:
-    """Print the devices that a `--device` finds."""
+def main(settings: str) -> None:
+    """Print the devices of a configuration, of which `settings` is JSON."""
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # this process runs no program
     logging.getLogger("jaxserve").setLevel(logging.ERROR)  # the engines log the same warnings
     try:
-        devices = attach(msgspec.convert({"device": device}, EngineConfig))
+        devices = attach(msgspec.json.decode(settings, type=EngineConfig))
     except ConfigError as error:
         found = Devices(problem=str(error))
     else:

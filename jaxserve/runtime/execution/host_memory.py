@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from jax.sharding import Mesh
 
+from jaxserve.config.device_numbers import devices_needed
 from jaxserve.config.schema import EngineConfig
 from jaxserve.runtime.execution.host_pool import HostPool, host_pages
 from jaxserve.runtime.sizing.deployment import Deployment
@@ -48,13 +49,26 @@ class HostMemory:
         )
 
 
-def plan_host_memory(config: EngineConfig, deployment: Deployment) -> HostMemory:
-    """Return the host memory of a deployment. Raises `ConfigError` if a page has no room, or the host too little."""
+def plan_host_memory(config: EngineConfig, deployment: Deployment, free: int) -> HostMemory:
+    """Return the host memory of a deployment, on a node with `free` bytes, or on several of which none has less.
+
+    Raises `ConfigError` if a page has no room, or the host too little.
+    """
     capacity = deployment.capacity
     groups = range(num_groups(capacity))
     rows = [[row_specs(part.state, group) for group in groups] for part in deployment.parts]
     of_all_parts = [list(itertools.chain.from_iterable(own)) for own in zip(*rows)]
     states = [capacity.num_states] if capacity.num_states else []
-    counts = host_pages(config, [*capacity.pages_by_group, *states], of_all_parts)
+    counts = host_pages(
+        config, [*capacity.pages_by_group, *states], of_all_parts, _share_bytes(config, deployment, free)
+    )
     split = len(capacity.pages_by_group)
     return HostMemory(counts[:split], sum(counts[split:]), rows)
+
+
+def _share_bytes(config: EngineConfig, deployment: Deployment, free: int) -> int:
+    """Return the bytes of this engine's part of `hicache_host_memory_fraction`, on all nodes; 0 if it isn't set."""
+    sizes = deployment.sizes
+    if deployment.device.platform == "cpu":  # where the model and its cache take the same memory
+        free = max(0, free - devices_needed(config) * (sizes.footprint.non_pool + sizes.pool_bytes))
+    return int((config.hicache_host_memory_fraction or 0.0) * free) * config.nnodes // deployment.replicas

@@ -110,27 +110,31 @@ class HostPool:
                     array[rank, slot] = arrived[rank, at]
 
 
-def host_pages(config: EngineConfig, num_pages: Sequence[int], specs: Sequence[Sequence[ArraySpec]]) -> tuple[int, ...]:
+def host_pages(
+    config: EngineConfig, num_pages: Sequence[int], specs: Sequence[Sequence[ArraySpec]], share_bytes: int = 0
+) -> tuple[int, ...]:
     """Return how many pages of host memory each rank gets for each KV group; none without a hierarchical cache.
 
     `num_pages` are the pages on its devices; states count as the last group. `--hicache-ratio` multiplies them, and
-    `--hicache-size` is divided in proportion to their bytes. Raises `ConfigError` if the result is 0 or exceeds free
-    memory.
+    `--hicache-size` is divided in proportion to their bytes, as are the `share_bytes` that
+    `--hicache-host-memory-fraction` comes to. Raises `ConfigError` if the result is 0 or exceeds free memory.
     """
     if not config.enable_hierarchical_cache:
         return ()
     page_bytes = [sum(spec.nbytes // spec.shape[1] for spec in rows) for rows in specs]
     device_bytes = sum(map(operator.mul, num_pages, page_bytes))
-    if config.hicache_size is None:
+    fraction, size = config.hicache_host_memory_fraction, config.hicache_size
+    if fraction is None and size is None:
         setting = f"hicache_ratio={config.hicache_ratio:g}"
         counts = tuple(int(pages * config.hicache_ratio) for pages in num_pages)
     else:
-        setting = f"hicache_size={config.hicache_size:g}"
-        counts = tuple(pages * int(config.hicache_size * _GIGABYTE) // device_bytes for pages in num_pages)
+        setting = f"hicache_host_memory_fraction={fraction:g}" if size is None else f"hicache_size={size:g}"
+        nbytes = share_bytes if size is None else int(size * _GIGABYTE)
+        counts = tuple(pages * nbytes // device_bytes for pages in num_pages)
     if min(counts) < 1:
         raise ConfigError(f"{setting} is less than one page of {max(page_bytes) / 2**20:.2f} MiB; raise it")
     free, taken = psutil.virtual_memory().available, sum(map(operator.mul, counts, page_bytes))
-    if taken > free:
+    if fraction is None and taken > free:
         raise ConfigError(
             f"{setting} comes to {taken / 2**30:.2f} GiB of host memory, of which {free / 2**30:.2f} GiB "
             f"are free; lower it to {_lower(config, device_bytes, free)}"

@@ -82,7 +82,7 @@ class BundleManifest(msgspec.Struct, frozen=True, kw_only=True):
 
 def write_manifest(folder: Path, config: EngineConfig, parts: Sequence[BundlePart], target: str = "") -> None:
     """Write the manifest. Write it last: a folder that has one is complete."""
-    given = msgspec.to_builtins(config)
+    given = msgspec.to_builtins(config.masked())
     defaults = msgspec.to_builtins(EngineConfig())
     capacity = parts[0].builder.capacity
     facts = {part.name: part.builder.facts() for part in parts}

@@ -20,6 +20,7 @@ _SMALLEST_ON_CPU, _SMALLEST = 16, 256
 _WITHOUT_MEANING = {
     "kv_cache_dtype": "auto",
     "calculate_kv_scales": False,
+    "long_prefill_token_threshold": 0,
     "max_total_tokens": None,
     "kv_cache_memory_bytes": None,
     "num_gpu_blocks_override": None,

@@ -114,7 +114,7 @@ async def server_info(state: ServerState, exchange: HttpExchange) -> None:
 
     The first keys are SGLang's, which gateways and benchmarks read.
     """
-    hidden = {name: "***" for name in SECRETS if getattr(state.config, name) is not None}
+    hidden = {name: "***" for name in SECRETS if getattr(state.config, name, None) is not None}
     divided = parallelism(state.engine_config)
     processes = await state.api_processes()
     info: dict[str, Any] = {
@@ -135,7 +135,7 @@ async def server_info(state: ServerState, exchange: HttpExchange) -> None:
         "open_requests": sum(process.open_requests for process in processes),
         "api_processes": processes,
         "server_config": msgspec.to_builtins(state.config) | hidden,
-        "engine_config": state.engine_config,
+        "engine_config": state.engine_config.masked(),
         "engine": None,
         "replicas": [],
         "stats": None,

@@ -37,6 +37,7 @@ NEEDS = {
     "fingerprint_value": ["--fingerprint-mode=custom"],
     "hicache_ratio": ["--enable-hierarchical-cache"],
     "hicache_size": ["--enable-hierarchical-cache"],
+    "hicache_host_memory_fraction": ["--enable-hierarchical-cache"],
     "hicache_write_policy": ["--enable-hierarchical-cache"],
     "speculative_model": ["--speculative-method=draft"],
     **{

@@ -32,6 +32,21 @@ def test_gpus_are_assigned_from_the_visible_ones() -> None:
     assert [resources.name for resources in assign_devices(config, gpus(2), {})] == ["DP0", "DP1"]
 
 
+def test_replicas_divide_the_devices_that_are_named() -> None:
+    def assigned(devices: Devices, environment: dict[str, str], **settings: object) -> list[dict[str, str]]:
+        config = EngineConfig(dp_size=2, dp_mode="replicas", **settings)  # type: ignore[arg-type]
+        return [resources.environment for resources in assign_devices(config, devices, environment)]
+
+    name = "CUDA_VISIBLE_DEVICES"
+    assert assigned(gpus(2), {}, device_ids=(7, 5)) == [{name: "7"}, {name: "5"}]
+    assert assigned(gpus(2), {name: "GPU-a,GPU-b,GPU-c"}, device_ids=(2, 0)) == [{name: "GPU-c"}, {name: "GPU-a"}]
+    assert assigned(gpus(4), {}, tp_size=2, base_gpu_id=1, gpu_id_step=2) == [{name: "1,3"}, {name: "5,7"}]
+    chips = assigned(Devices(platform="tpu", num_devices=4, num_chips=4), {}, tp_size=2, device_ids=(4, 5, 6, 7))
+    assert [own["TPU_VISIBLE_CHIPS"] for own in chips] == ["4,5", "6,7"]
+    with pytest.raises(ConfigError, match="device_ids=0,1 chooses among GPUs or TPU chips"):
+        assigned(Devices(platform="cpu", num_devices=1, num_chips=1), {}, device_ids=(0, 1))
+
+
 def test_too_few_gpus_are_an_error_with_sizes_that_fit() -> None:
     with pytest.raises(ConfigError) as caught:
         assign_devices(EngineConfig(dp_size=4, tp_size=2), gpus(4), {})
@@ -97,6 +112,8 @@ async def test_the_devices_are_listed_by_jax(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=3")
     with pytest.raises(ConfigError, match="device=tpu: no TPU is found here"):
         await find_devices(EngineConfig(device="tpu"))
+    with pytest.raises(ConfigError, match="device_ids=0,1 names 2 devices, and tp_size=1 dp_size=3 need 3"):
+        await find_devices(EngineConfig(device="cuda", device_ids=(0, 1), dp_size=3, dp_mode="replicas"))
     monkeypatch.setenv("JAX_PLATFORMS", "")
     found = await find_devices(EngineConfig())
     assert (found.platform, found.num_devices) == ("cpu", 3)

@@ -179,4 +179,6 @@ def test_only_settings_that_change_no_token_may_differ(port: int) -> None:
     own = {"node_rank", "dist_init_addr", "dist_timeout", "log_level", "watchdog_timeout", "decode_log_interval"}
     own |= {"program_cache_dir", "disable_program_cache", "profile_dir", "kv_events_config", "log_config_file"}
     own.add("soft_watchdog_timeout")
+    own.add("hf_token")
+    own |= {"device_ids", "base_gpu_id", "gpu_id_step"}
     assert set(EngineConfig.__struct_fields__) - handshake.shared_facts(config(port=port)).keys() == own

@@ -98,6 +98,38 @@ def test_each_limit_bounds_a_step(limits: dict[str, int], length: int) -> None:
     assert shape(planned(scheduler)) == [("a", 0, length)]
 
 
+def test_a_long_prompt_leaves_room_for_others_while_there_are_some() -> None:
+    scheduler = make_scheduler(long_prefill_token_threshold=6, chunked_prefill_size=16)
+    scheduler.add(make_request("a", 44))
+    assert shape(planned(scheduler)) == [("a", 0, 16)]
+    for name, length in (("b", 20), ("c", 5)):
+        scheduler.add(make_request(name, length))
+    assert shape(planned(scheduler)) == [("a", 16, 6), ("b", 0, 6), ("c", 0, 4)]
+    assert shape(planned(scheduler)) == [("a", 22, 6), ("b", 6, 6), ("c", 4, 1)]
+    for name in "bc":
+        scheduler.abort(name)
+    assert shape(planned(scheduler)) == [("a", 28, 16)]
+
+
+@pytest.mark.parametrize(("threshold", "found"), [(0, 56), (40, 40), (100, 56)])
+def test_a_long_prompt_beside_a_decode(threshold: int, found: int) -> None:
+    sizes = dict.fromkeys(("chunked_prefill_size", "max_prefill_tokens", "max_num_batched_tokens"), 64)
+    scheduler = make_scheduler(long_prefill_token_threshold=threshold, **sizes)
+    scheduler.add(make_request("a", 4))
+    planned(scheduler)
+    scheduler.add(make_request("b", 56))
+    assert shape(planned(scheduler)) == [("a", 4, 1), ("b", 0, found)]
+
+
+def test_prompts_of_several_steps_start_only_if_there_are_pages_for_the_rest_of_all() -> None:
+    scheduler = make_scheduler(capacity=make_capacity(num_pages=24), long_prefill_token_threshold=8)
+    for name in "abc":
+        scheduler.add(make_request(name, 40, max_tokens=1))
+    assert shape(planned(scheduler)) == [("a", 0, 8), ("b", 0, 8)]
+    for start in (8, 16, 24, 32):
+        assert shape(planned(scheduler)) == [("a", start, 8), ("b", start, 8)]
+
+
 def test_decodes_count_towards_the_tokens_of_a_step() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=10)
     scheduler.add(make_request("a", 4))

@@ -63,10 +63,11 @@ def test_fetched_rows_never_change() -> None:
         ({"enable_hierarchical_cache": True}, (200,)),
         ({"enable_hierarchical_cache": True, "hicache_ratio": 0.5}, (50,)),
         ({"enable_hierarchical_cache": True, "hicache_size": 1e-6}, (100,)),
+        ({"enable_hierarchical_cache": True, "hicache_host_memory_fraction": 0.5}, (80,)),
     ],
 )
 def test_number_of_host_pages(settings: dict[str, Any], expected: tuple[int, ...]) -> None:
-    assert host_pages(EngineConfig(**settings), [100], [SPECS]) == expected  # a page is 10 bytes
+    assert host_pages(EngineConfig(**settings), [100], [SPECS], 800) == expected  # a page is 10 bytes
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A bundle of one program."""
     folder = tmp_path_factory.mktemp("bundle")
     builder().store(builder().compile(UPDATE_KEY), program_path(folder, UPDATE_KEY))
-    write_manifest(folder, EngineConfig(model="tiny", page_size=4), [BundlePart("", builder(), [UPDATE_KEY])])
+    write_manifest(
+        folder, EngineConfig(model="tiny", page_size=4, hf_token="hf_1"), [BundlePart("", builder(), [UPDATE_KEY])]
+    )
     return folder
 
 
@@ -39,7 +41,10 @@ def _edited(whole: Path, folder: Path, edit: Any) -> Path:
 
 def test_the_manifest_describes_the_bundle(whole: Path) -> None:
     manifest = read_manifest(whole)
-    assert (manifest.model, manifest.settings) == ("tiny", {"model": "tiny", "page_size": 4})
+    assert (manifest.model, manifest.settings) == (
+        "tiny",
+        {"model": "tiny", "page_size": 4, "hf_token": "***"},
+    )
     assert manifest.programs == ["update"]
     assert manifest.pool_tokens == CAPACITY.num_pages * CAPACITY.page_size
     assert {"model", "sizes", "jax", "jaxlib", "device", "XLA_FLAGS", "sources"} <= set(manifest.facts)
