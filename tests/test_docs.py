@@ -59,7 +59,7 @@ PARSERS = {
 # Flags that are named and belong to other programs: XLA, the benchmark of another server, the tuner, and gateways.
 OTHER_FLAGS = {
     *("--xla_force_host_platform_device_count", "--peer", "--kernel", "--api-processes"),
-    *("--worker-urls", "--policy", "--dp-aware", "--pd-disaggregation", "--vllm-pd-disaggregation"),
+    *("--worker-urls", "--xla_dump_to", "--policy", "--dp-aware", "--pd-disaggregation", "--vllm-pd-disaggregation"),
     *("--kv-event-block-size", "--kv-event-model", "--kv-event-source"),
     *("--health-check-endpoint", "--health-check-interval-secs", "--health-check-timeout-secs"),
     *("--health-failure-threshold", "--health-success-threshold"),
@@ -105,7 +105,10 @@ def test_every_metric_is_served(text: str) -> None:
 
 
 def test_every_route_exists(text: str) -> None:
-    routes = {route.path for route in make_app(ServerState(ServerConfig(), EngineConfig())).routes}
+    routes = {
+        route.path
+        for route in make_app(ServerState(ServerConfig(enable_tokenizer_info_endpoint=True), EngineConfig())).routes
+    }
     assert set(re.findall(r"`(?:GET |POST )?(/[\w/]+)`", text)) - routes == set()
 
 
