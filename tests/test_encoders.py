@@ -185,6 +185,7 @@ def test_tokens_get_vectors_of_their_own(write: Path, tmp_path_factory: pytest.T
         ({"pp_size": 2}, "pp_size=2: models that read a text in both directions"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype=fp8: this model reads whole texts in both directions"),
         ({"enable_hierarchical_cache": True}, "enable_hierarchical_cache=True: this model reads"),
+        ({"long_prefill_token_threshold": 16}, "long_prefill_token_threshold=16: this model reads"),
         ({"context_length": CONTEXT + 1}, "longer than the model's 64 tokens"),
         ({"runner": "generate"}, "runner=generate"),
         ({"speculative_method": "ngram"}, "drafts tokens"),
