@@ -193,6 +193,7 @@ def test_tokens_get_vectors_of_their_own(write: Path, tmp_path_factory: pytest.T
         ({"num_gpu_blocks_override": 9}, "num_gpu_blocks_override=9: this model reads"),
         ({"radix_eviction_policy": "lfu"}, "radix_eviction_policy=lfu: this model reads"),
         ({"retraction_policy": "priority"}, "retraction_policy=priority: this model reads"),
+        ({"long_prefill_token_threshold": 16}, "long_prefill_token_threshold=16: this model reads"),
         ({"context_length": CONTEXT + 1}, "longer than the model's 64 tokens"),
         ({"runner": "generate"}, "runner=generate"),
         ({"speculative_method": "ngram"}, "drafts tokens"),

@@ -129,7 +129,8 @@ class PrefillChooser:
             planned, held = request.num_planned_tokens, len(request.pages[0])
             self._limit(budget, rank, request.num_fill_tokens - (request.num_cached_tokens or 0))
             room = (held + self._unpromised(rank, promised)) * self._page_size - planned
-            length = min(self._most_of(request, planned), room, budget.max_chunk(rank.index, **_kind(request)))
+            length = min(request.num_fill_tokens - planned, self._prompt_limit, room)
+            length = min(length, budget.max_chunk(rank.index, **_kind(request)))
             cut = _state_cut(request, length) if length > 0 else 0
             if rank in open_ranks and (cut < length or length <= 0):
                 open_ranks.remove(rank)
@@ -162,23 +163,17 @@ class PrefillChooser:
 
     def _limit(self, budget: PrefillBudget, rank: Rank, num_tokens: int) -> None:
         """Reduce the budget of a step for a prompt that takes several steps, while others decode."""
-        at_once = min(self._prefill_tokens, self._prompt_limit or self._prefill_tokens)
-        takes_several = self._mixed_step_seconds > 0 and num_tokens > at_once
+        takes_several = self._mixed_step_seconds > 0 and num_tokens > min(self._prefill_tokens, self._prompt_limit)
         if takes_several and any(other.decoding for other in self._table.ranks):
             budget.limit(rank.index, self._times.most_tokens(self._mixed_step_seconds))
 
     @property
     def _prompt_limit(self) -> int:
-        """The most tokens of one prompt in a step, 0 if there is no limit, as for a prompt that no other waits for."""
+        """The most tokens of one prompt in a step. A request that is alone has the whole step."""
         if not self._long_prompt_tokens:
-            return 0
+            return self._step_tokens
         num_open = self._table.num_waiting + sum(len(rank.running) for rank in self._table.ranks)
-        return self._long_prompt_tokens if num_open > 1 else 0
-
-    def _most_of(self, request: Request, planned: int) -> int:
-        """Return how many tokens of a prompt a step may have, after `planned` ones."""
-        rest = request.num_fill_tokens - planned
-        return min(rest, self._prompt_limit or rest)
+        return self._long_prompt_tokens if num_open > 1 else self._step_tokens
 
     def _expected_tokens(self, rank: Rank, chosen: Sequence[tuple[Request, int]] = ()) -> float:
         """Return how many more tokens running requests are expected to need pages for, beside those `chosen`.
@@ -192,14 +187,11 @@ class PrefillChooser:
         return rests + reserved_tokens(rank.running, self._ratio.value)
 
     def check(self) -> list[str]:
-        """Return which prompts are partly planned and may not be, as sentences."""
-        problems = []
-        for rank in self._table.ranks if not self._long_prompt_tokens else ():
-            for pooled in (False, True):
-                partly = [request.request_id for request in rank.prefilling.values() if request.pooled == pooled]
-                if len(partly) > 1:
-                    problems.append(f"{len(partly)} prompts of a rank are partly planned: {', '.join(partly)}")
-        return problems
+        """Return a sentence if more prompts of a rank are partly planned than may be."""
+        partly = [(rank.index, request.pooled) for rank in self._table.ranks for request in rank.prefilling.values()]
+        if self._long_prompt_tokens or len(set(partly)) == len(partly):
+            return []
+        return [f"several prompts of a rank are partly planned (rank, pooled): {partly}"]
 
     def can_start(self, request: Request, rank: Rank, *, freed: Sequence[Request] = ()) -> bool:
         """Return whether a rank has a slot and pages for a waiting request, now or with what others would free."""
@@ -265,7 +257,7 @@ class PrefillChooser:
                     continue
                 opens.append(self._table.start(waiting, rank, node, pages, held))
                 self._limit(budget, rank, waiting.num_fill_tokens - cached)
-                length = min(self._most_of(waiting, cached), budget.max_chunk(index, **kind))
+                length = min(waiting.num_fill_tokens - cached, self._prompt_limit, budget.max_chunk(index, **kind))
                 room = self._unpromised(rank, promised) * self._page_size + matched - cached
                 if (most := min(room, _state_cut(waiting, length))) < length:
                     length = most

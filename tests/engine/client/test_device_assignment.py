@@ -6,9 +6,10 @@ import pytest
 
 from jaxserve.api_types import Devices
 from jaxserve.config.schema import EngineConfig
+from jaxserve.engine.client import engine_processes
 from jaxserve.engine.client.device_assignment import assign_devices, find_devices
 from jaxserve.engine.process.launch_protocol import ReplicaResources
-from jaxserve.errors import ConfigError
+from jaxserve.errors import ConfigError, EngineDeadError
 
 pytestmark = pytest.mark.process
 
@@ -45,6 +46,21 @@ def test_replicas_divide_the_devices_that_are_named() -> None:
     assert [own["TPU_VISIBLE_CHIPS"] for own in chips] == ["4,5", "6,7"]
     with pytest.raises(ConfigError, match="device_ids=0,1 chooses among GPUs or TPU chips"):
         assigned(Devices(platform="cpu", num_devices=1, num_chips=1), {}, device_ids=(0, 1))
+
+
+async def test_a_replica_counts_the_devices_that_it_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def found(config: EngineConfig) -> Devices:
+        return gpus(2)
+
+    async def start(config: EngineConfig, module: str, resources: ReplicaResources, num_clients: int) -> None:
+        assert resources.environment["CUDA_VISIBLE_DEVICES"] in "7,5"
+        assert config.device_ids is None
+        raise EngineDeadError("as asked")
+
+    monkeypatch.setattr(engine_processes, "find_devices", found)
+    monkeypatch.setattr(engine_processes, "_start", start)
+    with pytest.raises(EngineDeadError, match="as asked"):
+        await engine_processes.EngineProcesses.launch(EngineConfig(dp_size=2, device_ids=(7, 5)))
 
 
 def test_too_few_gpus_are_an_error_with_sizes_that_fit() -> None:

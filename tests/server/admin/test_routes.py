@@ -102,6 +102,14 @@ async def test_server_info_tells_how_the_model_is_divided():
     assert {name: info[f"{name}_size"] for name in ("tp", "dp", "pp", "ep")} == {"tp": 4, "dp": 3, "pp": 2, "ep": 2}
 
 
+async def test_server_info_does_not_tell_the_token_of_the_hub():
+    async with over_asgi() as server:
+        server.state.engine_config = EngineConfig(hf_token="hf_secret")
+        response = await server.http.get("/server_info")
+    assert response.json()["engine_config"]["hf_token"] == "***"
+    assert "hf_secret" not in response.text
+
+
 async def test_server_info_tells_routers_where_the_events_of_caches_are():
     async with over_asgi() as server:
         assert "kv_events" not in (await server.http.get("/server_info")).json()
