@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import socket
 import sys
 import tempfile
@@ -33,6 +34,8 @@ _WITH_OPTIONS, _WITH_TEXTS, _WITH_WHOLE_TEXTS = 1, 2, 3
 _MAX_CHARACTERS = 2048
 # A character of four bytes may be as many tokens; of a cut prompt, no more are decoded.
 _MAX_TOKENS_OF_CHARACTER = 4
+# JSON allows these in texts, though some readers take them for the end of a line, or for a terminal's command.
+_CONTROLS = re.compile("[\x7f-\x9f\u2028\u2029]")
 _NEUTRAL = msgspec.structs.asdict(SamplingParams())
 
 Decode = Callable[[list[int]], str]
@@ -214,4 +217,4 @@ def _error_text(error: BaseException) -> str:
 
 
 def _as_json(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False)
+    return _CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(value, ensure_ascii=False))

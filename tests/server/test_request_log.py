@@ -59,7 +59,7 @@ async def test_every_route_that_generates_has_two_lines(path: str, stream: bool,
         [request] = server.engine.submitted
         decode = server.state.require_loaded().tokenizer.decode
         received, finished = lines_in(tmp_path)
-        assert received["event"], finished["event"] == ("request.received", "request.finished")
+        assert (received["event"], finished["event"]) == ("request.received", "request.finished")
         assert received["id"] == finished["id"]
         assert "mine" in received["id"]
         assert {line["request_id"] for line in (received, finished)} == {"mine"}
@@ -171,10 +171,11 @@ async def test_texts_go_to_stdout_one_line_each(capsys: pytest.CaptureFixture[st
     async with over_asgi(
         engine={"rule": rule}, log_requests=True, log_requests_target=("stdout",), log_requests_level=2
     ) as server:
-        await post(server, "/v1/completions", {"prompt": "a\nb", "max_tokens": 3, "request_id": "r\ns"})
+        prompt = "a\nb\u2028\x85\x9b"
+        await post(server, "/v1/completions", {"prompt": prompt, "max_tokens": 3, "request_id": "r\ns"})
     received, finished = capsys.readouterr().out.splitlines()
     assert 'Request received. id: "cmpl-r\\ns", request_id: "mine", route: "/v1/completions"' in received
-    assert received.endswith('sampling: {"max_tokens": 3}, prompts: ["a\\nb"]')
+    assert received.endswith('sampling: {"max_tokens": 3}, prompts: ["a\\nb\\u2028\\u0085\\u009b"]')
     assert "Request finished. " in finished
     assert finished.endswith('answers: ["x\\ny"]')
 
