@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import itertools
 import json
 import logging
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +208,32 @@ async def test_a_full_disk_fails_no_request_and_is_said_once(tmp_path: Path, cap
         path.unlink()
         await post(server, "/v1/completions", {"prompt": "a"})
         assert len(lines_in(tmp_path)) == 2, "it writes again when it can"
+
+
+async def test_a_broken_stdout_fails_no_request_and_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+):
+    class Broken(io.BytesIO):
+        def write(self, _: object) -> int:
+            raise BrokenPipeError(32, "Broken pipe")
+
+    async with over_asgi(log_requests=True, log_requests_target=("stdout",), log_requests_level=2) as server:
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(Broken()))
+        await post(server, "/v1/completions", {"prompt": "secret"})
+        [record] = caplog.records
+        assert "stdout can't be written: [Errno 32] Broken pipe" in record.getMessage()
+        assert "secret" not in capsys.readouterr().err
+
+
+async def test_stdout_takes_any_character_whatever_its_encoding(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    async with over_asgi(log_requests=True, log_requests_target=("stdout",), log_requests_level=2) as server:
+        await post(server, "/v1/completions", {"prompt": "wörld"})
+    assert 'prompts: ["wörld"]' in written.getvalue().decode()
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("processes", [1, 2])
