@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import socket
 import sys
 import tempfile
@@ -33,6 +34,8 @@ _WITH_OPTIONS, _WITH_TEXTS, _WITH_WHOLE_TEXTS = 1, 2, 3
 _MAX_CHARACTERS = 2048
 # A character of four bytes may be as many tokens; of a cut prompt, no more are decoded.
 _MAX_TOKENS_OF_CHARACTER = 4
+# JSON allows these in texts, though some readers take them for the end of a line, or for a terminal's command.
+_CONTROLS = re.compile("[\x7f-\x9f\u2028\u2029]")
 _NEUTRAL = msgspec.structs.asdict(SamplingParams())
 
 Decode = Callable[[list[int]], str]
@@ -151,22 +154,29 @@ class LoggedRequest:
         return self._decode(ids[: limit * _MAX_TOKENS_OF_CHARACTER])[:limit]
 
 
-class _File(logging.Handler):
-    """Appends lines to a file, which may be moved or removed meanwhile. Says once when it can't be written."""
+class _Target(logging.Handler):
+    """Appends lines to stdout, or to a file, which may be moved or removed meanwhile. Says once when it can't be
+    written."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path | None) -> None:
         super().__init__()
         self._path = path
         self._has_failed = False
 
     def emit(self, record: logging.LogRecord) -> None:
+        line = f"{self.format(record)}\n".encode(errors="backslashreplace")
         try:
-            with self._path.open("a", encoding="utf-8", errors="backslashreplace") as file:
-                file.write(self.format(record) + "\n")
+            if self._path is None:
+                sys.stdout.buffer.write(line)
+                sys.stdout.buffer.flush()
+            else:
+                with self._path.open("ab") as file:
+                    file.write(line)
             self._has_failed = False
         except OSError as error:
             if not self._has_failed:
-                logger.error("The log of requests loses lines: %s can't be written: %s", self._path, error)
+                target = self._path or "stdout"
+                logger.error("The log of requests loses lines: %s can't be written: %s", target, error)
             self._has_failed = True
 
 
@@ -175,8 +185,9 @@ def _own_logger(config: ServerConfig) -> logging.Logger:
     own = logging.Logger("jaxserve.requests")
     form = "%(message)s" if config.log_requests_format == "json" else "[%(asctime)s] %(message)s"
     for target in config.log_requests_target:
-        is_stdout = target.lower() == "stdout"
-        handler = logging.StreamHandler(sys.stdout) if is_stdout else _File(_file_in(Path(target).expanduser()))
+        if target.lower() == "stdout" and sys.stdout is None:
+            raise ConfigError("--log-requests-target stdout can't be written: it is closed; name a folder")
+        handler = _Target(None if target.lower() == "stdout" else _file_in(Path(target).expanduser()))
         handler.setFormatter(logging.Formatter(form, "%Y-%m-%d %H:%M:%S"))
         own.addHandler(handler)
     return own
@@ -214,4 +225,4 @@ def _error_text(error: BaseException) -> str:
 
 
 def _as_json(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False)
+    return _CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(value, ensure_ascii=False))

@@ -209,7 +209,8 @@ async def test_the_engines_death_ends_every_request_and_the_server(tmp_path: Pat
     log_config.write_text(
         json.dumps({"version": 1, "formatters": formatters, "handlers": handlers, "loggers": loggers})
     )
-    with running(*FLAGS, *REPLICAS, "2", "--log-config-file", str(log_config), "--log-requests") as server:
+    log_flags = ("--log-config-file", str(log_config), "--log-requests", "--log-level-http", "warning")
+    with running(*FLAGS, *REPLICAS, "2", *log_flags) as server:
         url = server.url
         for _ in range(2):
             assert await ask(url, "/flush_cache") == "Cache flushed: 0 pages given back.\n"
@@ -224,6 +225,7 @@ async def test_the_engines_death_ends_every_request_and_the_server(tmp_path: Pat
     engines, apis = ({one["pid"] for one in info[name]} for name in ("replicas", "api_processes"))
     logged = [line.split(maxsplit=2) for line in lines.read_text().splitlines()]
     assert {int(pid) for pid, *_ in logged} == engines | apis | {server.process.pid}
+    assert "jaxserve.access" not in {name for _, name, _ in logged}, "the file takes back no other setting"
     ended = [line for _, name, line in logged if name == "jaxserve.requests" and "finished" in line]
     assert len(ended) == 3
     assert sum('"error"' in line and "code -9" in line for line in ended) == 2

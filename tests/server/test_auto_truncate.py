@@ -31,7 +31,7 @@ async def test_completions(prompt: Any, caplog: pytest.LogCaptureFixture):
     async with truncating() as server:
         with caplog.at_level(logging.WARNING, "jaxserve.server"):
             answer = await ask(server, "/v1/completions", prompt=prompt, max_tokens=10)
-    assert f"the prompt has {2 * LENGTH} tokens and is truncated to its first {LENGTH - 1}" in caplog.text
+    assert f"{2 * LENGTH} tokens of prompt are truncated to the first {LENGTH - 1}" in caplog.text
     assert {(tuple(one.prompt_ids), one.sampling.max_tokens) for one in server.engine.submitted} == {(tuple(KEPT), 1)}
     assert answer["usage"]["prompt_tokens"] == len(server.engine.submitted) * (LENGTH - 1)
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import itertools
 import json
 import logging
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +61,7 @@ async def test_every_route_that_generates_has_two_lines(path: str, stream: bool,
         [request] = server.engine.submitted
         decode = server.state.require_loaded().tokenizer.decode
         received, finished = lines_in(tmp_path)
-        assert received["event"], finished["event"] == ("request.received", "request.finished")
+        assert (received["event"], finished["event"]) == ("request.received", "request.finished")
         assert received["id"] == finished["id"]
         assert "mine" in received["id"]
         assert {line["request_id"] for line in (received, finished)} == {"mine"}
@@ -171,10 +173,11 @@ async def test_texts_go_to_stdout_one_line_each(capsys: pytest.CaptureFixture[st
     async with over_asgi(
         engine={"rule": rule}, log_requests=True, log_requests_target=("stdout",), log_requests_level=2
     ) as server:
-        await post(server, "/v1/completions", {"prompt": "a\nb", "max_tokens": 3, "request_id": "r\ns"})
+        prompt = "a\nb\u2028\x85\x9b"
+        await post(server, "/v1/completions", {"prompt": prompt, "max_tokens": 3, "request_id": "r\ns"})
     received, finished = capsys.readouterr().out.splitlines()
     assert 'Request received. id: "cmpl-r\\ns", request_id: "mine", route: "/v1/completions"' in received
-    assert received.endswith('sampling: {"max_tokens": 3}, prompts: ["a\\nb"]')
+    assert received.endswith('sampling: {"max_tokens": 3}, prompts: ["a\\nb\\u2028\\u0085\\u009b"]')
     assert "Request finished. " in finished
     assert finished.endswith('answers: ["x\\ny"]')
 
@@ -205,6 +208,32 @@ async def test_a_full_disk_fails_no_request_and_is_said_once(tmp_path: Path, cap
         path.unlink()
         await post(server, "/v1/completions", {"prompt": "a"})
         assert len(lines_in(tmp_path)) == 2, "it writes again when it can"
+
+
+async def test_a_broken_stdout_fails_no_request_and_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+):
+    class Broken(io.BytesIO):
+        def write(self, _: object) -> int:
+            raise BrokenPipeError(32, "Broken pipe")
+
+    async with over_asgi(log_requests=True, log_requests_target=("stdout",), log_requests_level=2) as server:
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(Broken()))
+        await post(server, "/v1/completions", {"prompt": "secret"})
+        [record] = caplog.records
+        assert "stdout can't be written: [Errno 32] Broken pipe" in record.getMessage()
+        assert "secret" not in capsys.readouterr().err
+
+
+async def test_stdout_takes_any_character_whatever_its_encoding(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    async with over_asgi(log_requests=True, log_requests_target=("stdout",), log_requests_level=2) as server:
+        await post(server, "/v1/completions", {"prompt": "wörld"})
+    assert 'prompts: ["wörld"]' in written.getvalue().decode()
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("processes", [1, 2])

@@ -95,7 +95,7 @@ class Worker:
 
     def report_ready(self, loaded: LoadedModel, seconds: float) -> None:
         """SentUpdate the parent that requests are served."""
-        _set_up_log(self._order, self._order.engine_config.log_level)
+        _set_up_log(self._order, is_ready=True)
         self._parent.send(Ready())
 
     async def finish_drain(self) -> None:
@@ -157,8 +157,7 @@ async def _run(control: socket.socket, connections: socket.socket) -> int:
     if not isinstance(order, Start):
         sys.exit("no order came: jaxserve starts this module itself; run `jaxserve serve` instead")
     host.die_with_parent(order.parent_pid, signal.SIGKILL)
-    # The same lines of every process would say nothing new while it loads.
-    _set_up_log(order, "warning" if order.index else order.engine_config.log_level)
+    _set_up_log(order, is_ready=False)
     module, _, name = order.loader.partition(":")
     load = getattr(importlib.import_module(module), name)
     worker = Worker(order, parent)
@@ -197,8 +196,16 @@ def _adopt_all(connections: socket.socket, server: HttpServer) -> None:
                 server.adopt(socket.socket(fileno=handle))
 
 
-def _set_up_log(order: Start, level: str) -> None:
-    log.setup(level, f"API{order.index}", order.engine_config.log_config_file)
+def _set_up_log(order: Start, *, is_ready: bool) -> None:
+    """Log as the settings say; until they are ready, processes after the first, which says the same, warn only.
+
+    A file is applied once: the second time would take back the levels that `ServerConfig` has given to loggers.
+    """
+    config = order.engine_config
+    if config.log_config_file is None:
+        log.setup("warning" if order.index and not is_ready else config.log_level, f"API{order.index}")
+    elif not is_ready:
+        log.setup(config.log_level, config_file=config.log_config_file)
 
 
 def main() -> int:

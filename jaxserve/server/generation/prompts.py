@@ -128,7 +128,7 @@ def fit_prompt(ids: list[int], info: EngineInfo, *, param: str, truncates: bool)
     """
     longest = info.max_model_len - 1
     if truncates and len(ids) > longest:
-        logger.warning("the %s has %d tokens and is truncated to its first %d", param, len(ids), longest)
+        logger.warning("%d tokens of %s are truncated to the first %d", len(ids), param, longest)
         ids = ids[:longest]
     if not ids:
         raise InvalidRequestError(f"{param} is empty: there must be at least one token to continue", param=param)

@@ -25,6 +25,9 @@ class Tls:
         self.context = self._newest = _make_context(config)
         if config.enable_ssl_refresh:
             self.context.sni_callback = self._use_newest  # also called without a server name
+            if config.ssl_cert_reqs:
+                # A session that is resumed doesn't show its certificate, though its authority may be removed by then
+                self.context.num_tickets = 0
 
     def refresh(self) -> None:
         """Read the files again if they have changed, but not since the last call: half of them may be written."""

@@ -75,7 +75,15 @@ async def test_a_malformed_request_id_is_replaced(server: ServerUnderTest, value
     assert len(response.headers["x-request-id"]) == 32
 
 
-ADMIN = ["/flush_cache", "/flush_cache/", "//flush_cache", "/start_profile", "/stop_profile", "/abort_request"]
+ADMIN = [
+    "/flush_cache",
+    "/flush_cache/",
+    "//flush_cache",
+    "/reset_prefix_cache",
+    "/start_profile",
+    "/stop_profile",
+    "/abort_request",
+]
 
 
 @pytest.mark.parametrize(

@@ -33,14 +33,17 @@ def trusting(certificate: dict[str, str] = FIRST, own: dict[str, str] | None = N
     return context
 
 
-def shake_hands(tls: Tls, client_context: ssl.SSLContext) -> None:
-    """A handshake of two ends in memory. Raises `ssl.SSLError` where either end refuses the other."""
+def shake_hands(tls: Tls, client_context: ssl.SSLContext, session: ssl.SSLSession | None = None) -> ssl.SSLObject:
+    """The client's end after a handshake in memory. Raises `ssl.SSLError` where either end refuses the other."""
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
-    client = client_context.wrap_bio(to_client, to_server, server_hostname="localhost")
+    client = client_context.wrap_bio(to_client, to_server, server_hostname="localhost", session=session)
     server = tls.context.wrap_bio(to_server, to_client, server_side=True)
     for end in (client, server, client, server):
         with contextlib.suppress(ssl.SSLWantReadError):
             end.do_handshake()
+    with contextlib.suppress(ssl.SSLWantReadError):
+        client.read()  # what has come after the handshake: tickets
+    return client
 
 
 def is_served(tls: Tls, certificate: dict[str, str]) -> bool:
@@ -194,6 +197,14 @@ def test_certificates_of_clients(tmp_path: Path, required: int):
     refresh(tls)
     assert is_accepted(SECOND)
     assert is_accepted(FIRST) == (required == 0), "an authority that is no longer in the file is not trusted"
+
+
+@pytest.mark.parametrize("required", [0, 2])
+def test_clients_whose_certificates_are_checked_resume_no_session(required: int):
+    settings = {"ssl_ca_certs": FIRST["ssl_certfile"], "ssl_cert_reqs": required, "enable_ssl_refresh": True}
+    tls, client = Tls(ServerConfig(**FIRST, **settings)), trusting(own=FIRST)
+    resumed = shake_hands(tls, client, shake_hands(tls, client).session)
+    assert resumed.session_reused == (required == 0)
 
 
 async def test_a_client_that_speaks_no_tls_or_says_nothing_is_disconnected():
