@@ -5,6 +5,7 @@ None means "chosen at start-up". Checks that need no file are made here.
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -314,8 +315,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def _check_listening(self) -> None:
         if self.uds == "":
             raise ConfigError("uds must be a path, got an empty text")
-        if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
-            raise ConfigError(f"root_path must begin with / and not end with it, got {self.root_path!r}")
+        if self.root_path and re.fullmatch(r"(/[\w.~%@+-]+)+", self.root_path) is None:
+            raise ConfigError(f"root_path must be a path such as /llm, not ending with /, got {self.root_path!r}")
         if self.admin_api_key == "":
             raise ConfigError("admin_api_key must not be empty: set a key, or leave it out")
         for path in self.access_log_exclude:

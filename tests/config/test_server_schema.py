@@ -12,9 +12,9 @@ from jaxserve.errors import ConfigError
     ("settings", "message"),
     [
         ({"uds": ""}, "uds must be a path"),
-        ({"root_path": "llm"}, "root_path must begin with / and not end with it, got 'llm'"),
-        ({"root_path": "/llm/"}, "root_path must begin with /"),
-        ({"root_path": "/"}, "root_path must begin with /"),
+        ({"root_path": "llm"}, "root_path must be a path such as /llm, not ending with /, got 'llm'"),
+        ({"root_path": "/llm/"}, "root_path must be a path"),
+        ({"root_path": "/"}, "root_path must be a path"),
         ({"admin_api_key": ""}, "admin_api_key must not be empty"),
         ({"access_log_exclude": ("/a", "metrics")}, "access_log_exclude must .* got 'metrics'"),
         ({"ssl_keyfile": "k"}, "set ssl_certfile too: .* for ssl_keyfile$"),
