@@ -72,6 +72,8 @@ def _is_mapping(setting: Setting) -> bool:
 
 
 def _json_or_text(text: str) -> Any:
+    if text in ("True", "False"):
+        return text == "True"
     try:
         return json.loads(text)
     except ValueError:

@@ -22,6 +22,7 @@ _SWITCHES = frozenset(
     }
 )  # fmt: skip
 _DEFAULT = re.compile(r"\$\{\w+:?-([^{}]*)\}")
+_VARIABLE = re.compile(r"\$\(([A-Z_][A-Z0-9_]*)\)")
 _COLON = re.compile(r":(?![^{]*\})")
 _STARTS = re.compile(r"^[ \t]*(ENTRYPOINT|CMD)[ \t]+(\[.*\])[ \t]*$", re.MULTILINE)
 _PROGRAMS = frozenset({"docker", "podman", "nerdctl"})
@@ -117,13 +118,14 @@ def _container(node: Mapping[str, Any]) -> Container:
     entrypoint = _words(node.get("entrypoint")) if "entrypoint" in node else None
     if arguments and entrypoint is None and command:
         entrypoint, command = command, ()
+    entrypoint = None if entrypoint is None else tuple(map(_as_in_shell, entrypoint))
     given = node.get("environment", node.get("env")) or ()
     pairs = [f"{name}={value}" for name, value in given.items()] if isinstance(given, dict) else list(given)
     known = {"image", "command", "args", "entrypoint", "environment", "env", "ports", "volumes"}
     return Container(
         image=str(node.get("image", "")),
         entrypoint=entrypoint,
-        words=(*command, *arguments),
+        words=tuple(map(_as_in_shell, (*command, *arguments))),
         environment=_environment(pairs),
         ports=_ports(node.get("ports") or ()),
         volumes=_volumes(node.get("volumes") or ()),
@@ -139,6 +141,11 @@ def _words(value: Any) -> tuple[str, ...]:
         return tuple(shlex.split(value.replace("\\\n", " "), comments=True))
     except ValueError as error:
         raise ConfigError(f"the command {value!r} can't be read: {str(error).lower()}") from None
+
+
+def _as_in_shell(word: str) -> str:
+    """Return a word with variables as a shell writes them, to which Kubernetes' `$(NAME)` would be a command."""
+    return _VARIABLE.sub(r"${\1}", word)
 
 
 def _environment(pairs: Sequence[Any]) -> dict[str, str]:

@@ -15,7 +15,15 @@ import yaml
 from jaxserve.cli.common.plain_form import in_plain_form
 from jaxserve.cli.translation.launch import Engine, Launch
 from jaxserve.config.foreign_readers import READERS
-from jaxserve.config.load import GivenSetting, LoadedConfig, SettingValue, load_config, set_implied_method, settings_of
+from jaxserve.config.load import (
+    GivenSetting,
+    LoadedConfig,
+    SettingValue,
+    check_same,
+    load_config,
+    set_implied_method,
+    settings_of,
+)
 from jaxserve.config.nearest import nearest
 from jaxserve.config.other_engines import ForeignVariable, environment_variables, foreign_flags
 from jaxserve.config.settings import Setting, as_flag, as_key, settings
@@ -30,6 +38,7 @@ _OFF = ("", "0", "false", "off", "no")
 _READ = "read "
 _VARIABLE = re.compile(r"\$[\w{(]")
 _DEFAULT_MODEL = "Qwen/Qwen3-0.6B"
+_CORS = {"allow_credentials", "allowed_methods", "allowed_headers"}
 _PATHS = (
     "model", "tokenizer_path", "speculative_model", "chat_template", "download_dir", "generation_config",
     "ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "uds",
@@ -63,6 +72,7 @@ def translate(launch: Launch) -> Translation:
     """Return what starts the same server here. Parts without a counterpart are left out, with the reason."""
     parts: list[ChangedPart] = []
     found: dict[str, SettingValue] = {}
+    same: dict[str, SettingValue] = {}
     environment = _environment(launch, found, parts)
     config: list[str] = []
     for given in _given(launch, config, parts):
@@ -73,8 +83,7 @@ def translate(launch: Launch) -> Translation:
             continue
         try:
             for name, value in settings_of(given, notes):
-                if not name.startswith("same "):
-                    found[name] = value
+                (same if name.startswith("same ") else found)[name] = value
         except ConfigError as error:
             parts.append(ChangedPart(written, str(error).removeprefix(f"{written} is refused: "), "refused"))
         parts += [ChangedPart(written, note.removeprefix(f"{written}: "), "note") for note in notes]
@@ -84,6 +93,11 @@ def translate(launch: Launch) -> Translation:
         written, _, reason = note.partition(": ")
         parts.append(ChangedPart(written, reason, "note"))
     _add_defaults(launch, found, parts)
+    for name, value in same.items():
+        try:
+            check_same({**found, name: value})
+        except ConfigError as error:
+            parts.append(ChangedPart(f"{value.place} {value.value}", str(error), "refused"))
     if launch.container is not None:
         _leave_container(launch, found, environment, parts)
     if launch.before:
@@ -243,7 +257,10 @@ def _from_variable(row: ForeignVariable, value: str, written: str, found: dict[s
             for key, it in READERS[name.removeprefix(_READ)](value, row.name).items():
                 _set(found, key, it)
         else:
-            found.update(settings_of(given, []))
+            notes: list[str] = []
+            found.update(settings_of(given, notes))
+            if notes:
+                return ChangedPart(written, notes[0].partition(": ")[2], "note")
     except ConfigError as error:
         return ChangedPart(written, str(error), "refused")
     return ChangedPart(written, row.reason or f"is {as_flag(name)}", "note")
@@ -272,6 +289,9 @@ def _add_defaults(launch: Launch, found: dict[str, SettingValue], parts: list[Ch
     ):
         _set(found, "max_running_requests", max(requests // ranks, 1))
         parts.append(ChangedPart(f"--max-running-requests {requests}", f"is divided among {ranks} ranks", "note"))
+    if launch.engine == "vllm" and "allowed_origins" not in found and found.keys() & _CORS:
+        _set(found, "allowed_origins", ("*",))
+        parts.append(ChangedPart("--allowed-origins *", f"is {name}'s default", "note"))
     if launch.engine == "vllm" and "host" not in found and "uds" not in found:
         _set(found, "host", "0.0.0.0")
         parts.append(ChangedPart("--host 0.0.0.0", f"is {name}'s default: it listens on all addresses", "note"))
@@ -301,6 +321,18 @@ def _leave_container(
                 parts.append(
                     ChangedPart(path, f"is {outside + path.removeprefix(inside)} outside the container", "note")
                 )
+    for inside, outside in container.volumes.items():
+        environment.update(
+            {
+                name: outside + value.removeprefix(inside)
+                for name, value in environment.items()
+                if value == inside or value.startswith(f"{inside}/")
+            }
+        )
+    visible = environment.pop("NVIDIA_VISIBLE_DEVICES", "all")
+    if visible not in ("all", "none", "void", ""):
+        environment.setdefault("CUDA_VISIBLE_DEVICES", visible)
+        parts.append(ChangedPart(f"NVIDIA_VISIBLE_DEVICES={visible}", "is CUDA_VISIBLE_DEVICES", "note"))
     if container.devices is not None:
         environment["CUDA_VISIBLE_DEVICES"] = container.devices
         parts.append(ChangedPart(f"--gpus device={container.devices}", "is CUDA_VISIBLE_DEVICES", "note"))

@@ -63,13 +63,13 @@ spec:
       containers:
         - image: vllm/vllm-openai
           command: [vllm, serve]
-          args: [a/b, --port, 80]
+          args: [a/b, --port, 80, $(OPEN), $(nproc)]
           env: [{name: A, value: "1"}, {name: B, valueFrom: {secretKeyRef: {name: b}}}]
           ports: [{containerPort: 80}]
 """
     )
     assert container.entrypoint == ("vllm", "serve")
-    assert container.words == ("a/b", "--port", "80")
+    assert container.words == ("a/b", "--port", "80", "${OPEN}", "$(nproc)")
     assert container.environment == {"A": "1", "B": "$B"}
     assert container.ports == {}
 

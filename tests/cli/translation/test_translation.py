@@ -36,6 +36,7 @@ def reasons(text: str) -> dict[str, str]:
             "vllm serve a --host x --cudagraph-capture-sizes 1 2 --seed 3",
             "a --host x --cuda-graph-bs 1 2 --random-seed 3",
         ),
+        ("vllm serve a --host x --structured-outputs-config.enable_in_reasoning=False", "a --host x"),
         ("vllm serve a --host x --hf-overrides.b.c 1", 'a --host x --hf-overrides \'{"b": {"c": 1}}\''),
         ("vllm serve a --host x --config f.yaml", "a --host x --config f.yaml"),
         ("sglang serve --model-path a --port 1 --speculative-algo NEXTN", "a --port 1 --speculative-method mtp"),
@@ -90,6 +91,28 @@ def test_settings_that_do_not_go_together_are_said() -> None:
 def test_no_model_is_named() -> None:
     [part] = translated("sglang serve --port 1").refused
     assert part.reason == "no model is named"
+
+
+def test_a_value_that_must_be_that_of_another_flag_is_refused() -> None:
+    text = "vllm serve a --host x --data-parallel-size 16 --data-parallel-size-local"
+    [part] = translated(f"{text} 8").refused
+    assert part.written == "--data-parallel-size-local 8"
+    assert part.reason.startswith("--data-parallel-size-local must be dp_size=16, got 8: replicas are all on this node")
+    assert translated(f"{text} 16").refused == []
+
+
+def test_the_note_of_a_variable_is_that_of_its_value() -> None:
+    assert reasons("VLLM_ALL2ALL_BACKEND=pplx vllm serve a")["VLLM_ALL2ALL_BACKEND=pplx"].startswith("XLA's")
+    assert reasons("VLLM_ALL2ALL_BACKEND=auto vllm serve a")["VLLM_ALL2ALL_BACKEND=auto"] == "is --all2all-backend"
+
+
+def test_pages_of_all_origins_are_the_default_of_vllm() -> None:
+    assert ours("vllm serve a --host x --allow-credentials") == "a --host x --allow-credentials --allowed-origins '*'"
+
+
+def test_paths_and_devices_of_variables_are_those_outside_the_container() -> None:
+    text = "docker run -e HF_HOME=/c/hf -e NVIDIA_VISIBLE_DEVICES=2 -v /d:/c vllm/vllm-openai --model a"
+    assert translated(text).environment == {"HF_HOME": "/d/hf", "CUDA_VISIBLE_DEVICES": "2"}
 
 
 def test_devices_of_a_container_are_a_variable() -> None:
