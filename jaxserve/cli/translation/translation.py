@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
-from typing import Literal
 
 import msgspec
 import yaml
 
-from jaxserve.cli.common.plain_form import in_plain_form
+from jaxserve.cli.translation.arguments import ChangedPart, given_settings, written
 from jaxserve.cli.translation.launch import Engine, Launch
 from jaxserve.config.foreign_readers import READERS
 from jaxserve.config.load import (
@@ -24,16 +23,12 @@ from jaxserve.config.load import (
     set_implied_method,
     settings_of,
 )
-from jaxserve.config.nearest import nearest
 from jaxserve.config.other_engines import ForeignVariable, environment_variables, foreign_flags
-from jaxserve.config.settings import Setting, as_flag, as_key, settings
+from jaxserve.config.settings import Setting, as_flag, settings
 from jaxserve.errors import ConfigError
-
-Answer = Literal["note", "refused"]
 
 _NAMES: Mapping[Engine, str] = {"vllm": "vLLM", "sglang": "SGLang"}
 _DEFAULT_PORTS: Mapping[Engine, int] = {"vllm": 8000, "sglang": 30000}
-_SHORT_NUMBER = re.compile(r"[\d.]+[KMGT]")
 _OFF = ("", "0", "false", "off", "no")
 _READ = "read "
 _VARIABLE = re.compile(r"\$[\w{(]")
@@ -43,15 +38,6 @@ _PATHS = (
     "model", "tokenizer_path", "speculative_model", "chat_template", "download_dir", "generation_config",
     "ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "uds",
 )  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True)
-class ChangedPart:
-    """A part of the command that is changed, added or left out, and why."""
-
-    written: str
-    reason: str
-    answer: Answer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,9 +61,9 @@ def translate(launch: Launch) -> Translation:
     same: dict[str, SettingValue] = {}
     environment = _environment(launch, found, parts)
     config: list[str] = []
-    for given in _given(launch, config, parts):
+    for given in given_settings(launch, config, parts):
         notes: list[str] = []
-        written = _written(given)
+        said = written(given)
         if (setting := _left_open(given)) is not None:
             found[setting.name] = SettingValue(setting, given.value, "flag", given.place)
             continue
@@ -85,13 +71,13 @@ def translate(launch: Launch) -> Translation:
             for name, value in settings_of(given, notes):
                 (same if name.startswith("same ") else found)[name] = value
         except ConfigError as error:
-            parts.append(ChangedPart(written, str(error).removeprefix(f"{written} is refused: "), "refused"))
-        parts += [ChangedPart(written, note.removeprefix(f"{written}: "), "note") for note in notes]
+            parts.append(ChangedPart(said, str(error).removeprefix(f"{said} is refused: "), "refused"))
+        parts += [ChangedPart(said, note.removeprefix(f"{said}: "), "note") for note in notes]
     implied: list[str] = []
     set_implied_method(found, implied)
     for note in implied:
-        written, _, reason = note.partition(": ")
-        parts.append(ChangedPart(written, reason, "note"))
+        said, _, reason = note.partition(": ")
+        parts.append(ChangedPart(said, reason, "note"))
     _add_defaults(launch, found, parts)
     for name, value in same.items():
         try:
@@ -136,121 +122,29 @@ def _left_open(given: GivenSetting) -> Setting | None:
     return settings().get(name)
 
 
-def _given(launch: Launch, config: list[str], parts: list[ChangedPart]) -> Iterator[GivenSetting]:
-    """Yield the settings of the arguments as they are written; add those of `--config` to `config`."""
-    words, has_model = [word for word in in_plain_form(launch.arguments) if word], False
-    while words:
-        word = words.pop(0)
-        if not word.startswith("-") or _is_number(word):
-            if has_model:
-                parts.append(ChangedPart(word, "it belongs to no flag", "refused"))
-            else:
-                has_model = True
-                yield GivenSetting("model", word, "flag", "MODEL")
-            continue
-        name, equals, value = word.partition("=")
-        key = _completed(as_key(name), launch.engine)
-        has_model |= key in ("model", "model_path")
-        if key == "config" and (equals or words):
-            path = value if equals else words.pop(0)
-            config += ["--config", path]
-            parts.append(ChangedPart(f"--config {path}", "its keys may be the other engine's names", "note"))
-            continue
-        kind = _kind(key)
-        if kind is None and _kind(key.removeprefix("no_")) == "switch":
-            yield GivenSetting(key.removeprefix("no_"), False, "flag", name)
-        elif kind == "switch":
-            yield GivenSetting(key, True, "flag", name)
-        elif equals:
-            yield GivenSetting(key, [value] if kind == "list" else _decimal(value, launch.engine), "flag", name)
-        else:
-            count = _num_values(words)
-            taken = [words.pop(0) for _ in range(count if kind == "list" else min(count, 1))]
-            if kind is None:
-                parts.append(
-                    ChangedPart(" ".join([name, *taken]), f"it is not known{nearest(name, _names())}", "refused")
-                )
-            elif not taken:
-                parts.append(ChangedPart(name, "it needs a value", "refused"))
-            else:
-                value = _decimal(taken[0], launch.engine)
-                yield GivenSetting(key, taken if kind == "list" else value, "flag", name)
-
-
-def _completed(key: str, engine: Engine) -> str:
-    """Return the key that an abbreviated one stands for, as both engines take them, or the key itself."""
-    if _kind(key) is not None:
-        return key
-    longer = {
-        flag.key: name
-        for name, flag in foreign_flags().items()
-        if name.startswith(key) and "." not in name and flag.engine in (engine, "both")
-    }
-    return next(iter(longer.values())) if len(longer) == 1 else key
-
-
-def _decimal(text: str, engine: Engine) -> str:
-    """Return a number of SGLang's with a suffix, all of which are powers of 1000, as vLLM and jaxserve write it."""
-    return text.lower() if engine == "sglang" and _SHORT_NUMBER.fullmatch(text) else text
-
-
-def _num_values(words: Sequence[str]) -> int:
-    """Return how many of the first words are no flags."""
-    return next((i for i, word in enumerate(words) if word.startswith("-") and not _is_number(word)), len(words))
-
-
-def _kind(key: str) -> str | None:
-    setting, flag = settings().get(key), foreign_flags().get(key)
-    if flag is not None:
-        return flag.kind
-    if setting is None:
-        return None
-    return "switch" if setting.is_switch else "list" if setting.is_list else "one"
-
-
-def _names() -> set[str]:
-    return {as_flag(key) for key in (*settings(), *foreign_flags()) if "." not in key}
-
-
-def _is_number(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True
-
-
-def _written(given: GivenSetting) -> str:
-    if given.key == "model" and given.place == "MODEL":
-        return str(given.value)
-    if isinstance(given.value, bool):
-        return given.place
-    return f"{given.place} {' '.join(given.value) if isinstance(given.value, list) else given.value}"
-
-
 def _environment(launch: Launch, found: dict[str, SettingValue], parts: list[ChangedPart]) -> dict[str, str]:
     """Return the variables that mean the same here; add what others set to `found`, and the reasons to `parts`."""
     kept = {}
     for name, value in launch.environment.items():
         row = next((row for row in environment_variables() if fnmatchcase(name, row.name)), None)
-        written = f"{name}={value}"
+        said = f"{name}={value}"
         if row is None:
             continue  # a variable of the text's own, which its words have already
         if row.sets == "keep":
             kept[name] = value
         elif row.answer == "taken":
-            parts.append(_from_variable(row, value, written, found))
+            parts.append(_from_variable(row, value, said, found))
         else:
             is_refused = row.answer in ("refused", "left out") and value.lower() not in _OFF
-            parts.append(ChangedPart(written, row.reason, "refused" if is_refused else "note"))
+            parts.append(ChangedPart(said, row.reason, "refused" if is_refused else "note"))
     return kept
 
 
-def _from_variable(row: ForeignVariable, value: str, written: str, found: dict[str, SettingValue]) -> ChangedPart:
+def _from_variable(row: ForeignVariable, value: str, said: str, found: dict[str, SettingValue]) -> ChangedPart:
     """Add the settings that a variable sets to `found`, and return what it means."""
     name, equals, fixed = row.sets.partition("=")
     if equals and value.lower() in _OFF:
-        return ChangedPart(written, "asks for nothing", "note")
+        return ChangedPart(said, "asks for nothing", "note")
     given = GivenSetting(name, yaml.safe_load(fixed) if equals else value, "flag", row.name)
     try:
         if name.startswith(_READ):
@@ -260,10 +154,10 @@ def _from_variable(row: ForeignVariable, value: str, written: str, found: dict[s
             notes: list[str] = []
             found.update(settings_of(given, notes))
             if notes:
-                return ChangedPart(written, notes[0].partition(": ")[2], "note")
+                return ChangedPart(said, notes[0].partition(": ")[2], "note")
     except ConfigError as error:
-        return ChangedPart(written, str(error), "refused")
-    return ChangedPart(written, row.reason or f"is {as_flag(name)}", "note")
+        return ChangedPart(said, str(error), "refused")
+    return ChangedPart(said, row.reason or f"is {as_flag(name)}", "note")
 
 
 def _add_defaults(launch: Launch, found: dict[str, SettingValue], parts: list[ChangedPart]) -> None:

@@ -101,6 +101,22 @@ def test_a_value_that_must_be_that_of_another_flag_is_refused() -> None:
     assert translated(f"{text} 16").refused == []
 
 
+@pytest.mark.parametrize(
+    ("text", "expected", "written", "reason"),
+    [
+        ("--served-model-name b c --model a", "a --served-model-name b", "--served-model-name c", "one is taken: b"),
+        ("a --api-key b c", "a --api-key b", "--api-key c", "one is taken: b"),
+        ("a --model=b", "a", "--model b", "the model is a, which comes first"),
+        ("a --model b", "a", "--model b", "the model is a, which comes first"),
+    ],
+)
+def test_a_value_too_many_is_refused(text: str, expected: str, written: str, reason: str) -> None:
+    assert sorted(shlex.split(ours(f"vllm serve --host x {text}"))) == sorted([*shlex.split(expected), "--host", "x"])
+    assert [(part.written, part.reason) for part in translated(f"vllm serve --host x {text}").refused] == [
+        (written, reason)
+    ]
+
+
 def test_the_note_of_a_variable_is_that_of_its_value() -> None:
     assert reasons("VLLM_ALL2ALL_BACKEND=pplx vllm serve a")["VLLM_ALL2ALL_BACKEND=pplx"].startswith("XLA's")
     assert reasons("VLLM_ALL2ALL_BACKEND=auto vllm serve a")["VLLM_ALL2ALL_BACKEND=auto"] == "is --all2all-backend"
