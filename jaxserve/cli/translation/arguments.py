@@ -17,6 +17,7 @@ from jaxserve.config.settings import as_flag, as_key, settings
 Answer = Literal["note", "refused"]
 
 _SHORT_NUMBER = re.compile(r"[\d.]+[KMGT]")
+_OF_FILE = "its keys may be the other engine's names; a host, port or model that it doesn't have is jaxserve's default"
 # Flags that take several values in vLLM and one here.
 _SEVERAL = ("served_model_name", "api_key")
 
@@ -48,7 +49,7 @@ def given_settings(launch: Launch, config: list[str], parts: list[ChangedPart]) 
         if key == "config" and (equals or words):
             path = value if equals else words.pop(0)
             config += ["--config", path]
-            parts.append(ChangedPart(f"--config {path}", "its keys may be the other engine's names", "note"))
+            parts.append(ChangedPart(f"--config {path}", _OF_FILE, "note"))
             continue
         if key in ("model", "model_path") and first is not None and (equals or words):
             path = value if equals else words.pop(0)
@@ -57,8 +58,10 @@ def given_settings(launch: Launch, config: list[str], parts: list[ChangedPart]) 
         kind = _kind(key)
         if kind is None and _kind(key.removeprefix("no_")) == "switch":
             yield GivenSetting(key.removeprefix("no_"), False, "flag", name)
+        elif kind == "switch" and value.lower() not in ("", "true", "false"):
+            parts.append(ChangedPart(word, "it takes no value", "refused"))
         elif kind == "switch":
-            yield GivenSetting(key, True, "flag", name)
+            yield GivenSetting(key, value.lower() != "false", "flag", name)
         elif equals:
             yield GivenSetting(key, [value] if kind == "list" else _decimal(value, launch.engine), "flag", name)
         else:

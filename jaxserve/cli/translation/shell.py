@@ -93,7 +93,7 @@ def _without_comments(tokens: Sequence[str]) -> Iterator[str]:
 
 def _command(words: list[str], known: dict[str, str]) -> Iterator[Command]:
     words = [filled(word, known) for word in _without_redirections(words)]
-    if words[:1] == ["export"]:
+    if words[:1] in (["export"], ["env"]):
         words = words[1:]
     leading = list(takewhile(_ASSIGNMENT.fullmatch, words))
     assigned = {name: value for name, _, value in (word.partition("=") for word in leading)}

@@ -78,14 +78,14 @@ def translate(launch: Launch) -> Translation:
     for note in implied:
         said, _, reason = note.partition(": ")
         parts.append(ChangedPart(said, reason, "note"))
-    _add_defaults(launch, found, parts)
+    _add_defaults(launch, found, parts, config)
     for name, value in same.items():
         try:
             check_same({**found, name: value})
         except ConfigError as error:
             parts.append(ChangedPart(f"{value.place} {value.value}", str(error), "refused"))
     if launch.container is not None:
-        _leave_container(launch, found, environment, parts)
+        _leave_container(launch, found, environment, config, parts)
     if launch.before:
         parts.append(
             ChangedPart(" ".join(launch.before), "stands before the command; put it there again if needed", "note")
@@ -160,17 +160,18 @@ def _from_variable(row: ForeignVariable, value: str, said: str, found: dict[str,
     return ChangedPart(said, row.reason or f"is {as_flag(name)}", "note")
 
 
-def _add_defaults(launch: Launch, found: dict[str, SettingValue], parts: list[ChangedPart]) -> None:
-    """Write the defaults of the other engine that are others than ours."""
+def _add_defaults(launch: Launch, found: dict[str, SettingValue], parts: list[ChangedPart], config: list[str]) -> None:
+    """Write the defaults of the other engine that are others than ours, unless a file of settings may have others."""
     name = _NAMES[launch.engine]
-    if "model" not in found:
+    if "model" not in found and not config:
         if launch.engine == "vllm":
             _set(found, "model", _DEFAULT_MODEL)
             parts.append(ChangedPart(f"--model {_DEFAULT_MODEL}", f"is {name}'s default", "note"))
         else:
             parts.append(ChangedPart("--model-path", "no model is named", "refused"))
     port = _DEFAULT_PORTS[launch.engine]
-    if "port" not in found and "uds" not in found and port != settings()["port"].default:
+    is_open = "uds" not in found and not config
+    if "port" not in found and is_open and port != settings()["port"].default:
         _set(found, "port", port)
         parts.append(ChangedPart(f"--port {port}", f"is {name}'s default", "note"))
     given = {name: value.value for name, value in found.items()}
@@ -186,13 +187,20 @@ def _add_defaults(launch: Launch, found: dict[str, SettingValue], parts: list[Ch
     if launch.engine == "vllm" and "allowed_origins" not in found and found.keys() & _CORS:
         _set(found, "allowed_origins", ("*",))
         parts.append(ChangedPart("--allowed-origins *", f"is {name}'s default", "note"))
-    if launch.engine == "vllm" and "host" not in found and "uds" not in found:
+    if launch.engine == "vllm" and {"kv_cache_memory_bytes", "mem_fraction_static"} <= found.keys():
+        del found["mem_fraction_static"]
+        parts.append(ChangedPart("--gpu-memory-utilization", "--kv-cache-memory-bytes counts instead", "note"))
+    if launch.engine == "vllm" and "host" not in found and is_open:
         _set(found, "host", "0.0.0.0")
         parts.append(ChangedPart("--host 0.0.0.0", f"is {name}'s default: it listens on all addresses", "note"))
 
 
 def _leave_container(
-    launch: Launch, found: dict[str, SettingValue], environment: dict[str, str], parts: list[ChangedPart]
+    launch: Launch,
+    found: dict[str, SettingValue],
+    environment: dict[str, str],
+    config: list[str],
+    parts: list[ChangedPart],
 ) -> None:
     """Replace ports and paths inside the container by those outside."""
     container = launch.container
@@ -209,20 +217,11 @@ def _leave_container(
             )
     for name in _PATHS:
         path = found[name].value if name in found else None
-        for inside, outside in container.volumes.items():
-            if isinstance(path, str) and (path == inside or path.startswith(f"{inside}/")):
-                _set(found, name, outside + path.removeprefix(inside))
-                parts.append(
-                    ChangedPart(path, f"is {outside + path.removeprefix(inside)} outside the container", "note")
-                )
-    for inside, outside in container.volumes.items():
-        environment.update(
-            {
-                name: outside + value.removeprefix(inside)
-                for name, value in environment.items()
-                if value == inside or value.startswith(f"{inside}/")
-            }
-        )
+        if isinstance(path, str) and (outside := _outside(path, container.volumes)) != path:
+            _set(found, name, outside)
+            parts.append(ChangedPart(path, f"is {outside} outside the container", "note"))
+    environment.update({name: _outside(value, container.volumes) for name, value in environment.items()})
+    config[1:] = [_outside(path, container.volumes) for path in config[1:]]
     visible = environment.pop("NVIDIA_VISIBLE_DEVICES", "all")
     if visible not in ("all", "none", "void", ""):
         environment.setdefault("CUDA_VISIBLE_DEVICES", visible)
@@ -232,6 +231,12 @@ def _leave_container(
         parts.append(ChangedPart(f"--gpus device={container.devices}", "is CUDA_VISIBLE_DEVICES", "note"))
     others = [container.image, *container.others, *(f"-v {out}:{path}" for path, out in container.volumes.items())]
     parts.append(ChangedPart(", ".join(filter(None, others)), "are parts of the container", "note"))
+
+
+def _outside(path: str, volumes: Mapping[str, str]) -> str:
+    """Return where a path of a container is outside it, by its innermost volume, or the path itself."""
+    inside = max((each for each in volumes if path == each or path.startswith(f"{each}/")), key=len, default=None)
+    return path if inside is None else volumes[inside] + path.removeprefix(inside)
 
 
 def _set(found: dict[str, SettingValue], name: str, value: object) -> None:

@@ -39,6 +39,18 @@ def reasons(text: str) -> dict[str, str]:
         ("vllm serve a --host x --structured-outputs-config.enable_in_reasoning=False", "a --host x"),
         ("vllm serve a --host x --hf-overrides.b.c 1", 'a --host x --hf-overrides \'{"b": {"c": 1}}\''),
         ("vllm serve a --host x --config f.yaml", "a --host x --config f.yaml"),
+        ("vllm serve --config f.yaml", "--config f.yaml"),
+        (
+            "docker run -v /d:/c -v /e:/c/f vllm/vllm-openai --host x --model /c/f/a --config /c/b --tokenizer /cc",
+            "/e/a --host x --tokenizer-path /cc --config /d/b",
+        ),
+        ("vllm serve a --host x --enable-prefix-caching=false", "a --host x --disable-radix-cache"),
+        (
+            "vllm serve a --host x --kv-cache-memory-bytes 1G --gpu-memory-utilization 0.9",
+            "a --host x --kv-cache-memory-bytes 1073741824",
+        ),
+        ("env VLLM_CPU_KVCACHE_SPACE=0 vllm serve a --host x", "a --host x"),
+        ("env VLLM_CPU_KVCACHE_SPACE=1 vllm serve a --host x", "a --kv-cache-memory-bytes 1073741824 --host x"),
         ("sglang serve --model-path a --port 1 --speculative-algo NEXTN", "a --port 1 --speculative-method mtp"),
         (
             "docker run -p 80:8000 -v /data:/models vllm/vllm-openai --model /models/a",
@@ -106,6 +118,7 @@ def test_a_value_that_must_be_that_of_another_flag_is_refused() -> None:
     [
         ("--served-model-name b c --model a", "a --served-model-name b", "--served-model-name c", "one is taken: b"),
         ("a --api-key b c", "a --api-key b", "--api-key c", "one is taken: b"),
+        ("a --enforce-eager=2", "a", "--enforce-eager=2", "it takes no value"),
         ("a --model=b", "a", "--model b", "the model is a, which comes first"),
         ("a --model b", "a", "--model b", "the model is a, which comes first"),
     ],
