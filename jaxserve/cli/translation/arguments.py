@@ -37,7 +37,7 @@ def given_settings(launch: Launch, config: list[str], parts: list[ChangedPart]) 
     while words:
         word = words.pop(0)
         if not word.startswith("-") or _is_number(word):
-            if has_model:
+            if has_model or word.lower() in ("true", "false"):
                 parts.append(ChangedPart(word, "it belongs to no flag", "refused"))
             else:
                 has_model, first = True, word

@@ -86,7 +86,8 @@ def from_yaml(text: str) -> list[Container]:
         documents = list(yaml.safe_load_all(_DEFAULT.sub(r"\1", text)))
     except (yaml.YAMLError, ValueError, RecursionError):
         return []
-    return [container for document in documents for container in _containers(document)]
+    seen: set[int] = set()
+    return [container for document in documents for container in _containers(document, seen)]
 
 
 def from_dockerfile(text: str) -> Container | None:
@@ -100,16 +101,20 @@ def from_dockerfile(text: str) -> Container | None:
     return Container("", found.get("ENTRYPOINT", ()), found.get("CMD", ()), {})
 
 
-def _containers(node: Any) -> Iterator[Container]:
+def _containers(node: Any, seen: set[int]) -> Iterator[Container]:
+    """Yield the containers in a node, once; aliases of YAML make it stand in many places."""
+    if id(node) in seen:
+        return
+    seen.add(id(node))
     if isinstance(node, list):
         for each in node:
-            yield from _containers(each)
+            yield from _containers(each, seen)
     elif isinstance(node, dict):
         if "image" in node or "command" in node:
             yield _container(node)
         else:
             for each in node.values():
-                yield from _containers(each)
+                yield from _containers(each, seen)
 
 
 def _container(node: Mapping[str, Any]) -> Container:

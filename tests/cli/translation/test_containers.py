@@ -74,6 +74,12 @@ spec:
     assert container.ports == {}
 
 
+def test_a_container_that_stands_in_many_places_is_found_once() -> None:
+    many = "".join(f"l{i + 1}: &l{i + 1} [*l{i}, *l{i}]\n" for i in range(40))
+    [container] = from_yaml(f"l0: &l0 {{image: x}}\n{many}")
+    assert container.image == "x"
+
+
 def test_defaults_of_variables_hold() -> None:
     [container] = from_yaml(
         "image: x/${NAME:-sglang}\nports: ['${PORT:-80}:8000']\n"

@@ -119,6 +119,7 @@ def test_a_value_that_must_be_that_of_another_flag_is_refused() -> None:
         ("--served-model-name b c --model a", "a --served-model-name b", "--served-model-name c", "one is taken: b"),
         ("a --api-key b c", "a --api-key b", "--api-key c", "one is taken: b"),
         ("a --enforce-eager=2", "a", "--enforce-eager=2", "it takes no value"),
+        ("--enforce-eager True --model a", "a", "True", "it belongs to no flag"),
         ("a --model=b", "a", "--model b", "the model is a, which comes first"),
         ("a --model b", "a", "--model b", "the model is a, which comes first"),
     ],
