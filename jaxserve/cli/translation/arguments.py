@@ -33,7 +33,8 @@ class ChangedPart:
 
 def given_settings(launch: Launch, config: list[str], parts: list[ChangedPart]) -> Iterator[GivenSetting]:
     """Yield the settings of the arguments as they are written; add those of `--config` to `config`."""
-    words, has_model, first = [word for word in in_plain_form(launch.arguments) if word], False, None
+    words, has_model = [word for word in in_plain_form(launch.arguments) if word], False
+    first: str | None = None
     while words:
         word = words.pop(0)
         if not word.startswith("-") or _is_number(word):
