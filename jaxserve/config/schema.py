@@ -28,6 +28,15 @@ DEFAULT_MEM_FRACTION = 0.88
 # XLA and the driver need the rest.
 _MEM_FRACTION_WITH_KV_BYTES = 0.95
 
+LOCAL_SETTINGS = frozenset(
+    {
+        "node_rank", "dist_init_addr", "dist_timeout", "log_level", "log_config_file", "program_cache_dir",
+        "disable_program_cache", "profile_dir", "watchdog_timeout", "soft_watchdog_timeout", "decode_log_interval",
+        "kv_events_config", "device_ids", "base_gpu_id", "gpu_id_step", "hf_token",
+    }
+)  # fmt: skip
+"""The settings that change no token, and may differ between the processes of a mesh."""
+
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of the engine: the model, its memory, its steps. Raises `ConfigError` naming the field and the limit."""

@@ -8,7 +8,7 @@ import msgspec
 
 import jaxserve
 from jaxserve.config.data_parallel import parallelism
-from jaxserve.config.schema import EngineConfig
+from jaxserve.config.schema import LOCAL_SETTINGS, EngineConfig
 from jaxserve.config.server_schema import ServerConfig
 
 
@@ -16,7 +16,8 @@ def system_fingerprint(config: ServerConfig, engine: EngineConfig) -> str | None
     """Return the fingerprint that `fingerprint_mode` asks for, with vLLM's parts: sizes of 1 are left out."""
     if config.fingerprint_mode in ("none", "custom"):
         return config.fingerprint_value
-    settings = msgspec.json.encode((engine, config.weight_version), order="sorted")
+    named = {name: value for name, value in msgspec.to_builtins(engine).items() if name not in LOCAL_SETTINGS}
+    settings = msgspec.json.encode((named, config.weight_version), order="sorted")
     parts = [f"jaxserve-{jaxserve.__version__}"]
     if config.fingerprint_mode == "full":
         divided = parallelism(engine)

@@ -30,7 +30,7 @@ def test_full_tells_the_sizes_above_1() -> None:
 
 def test_the_hash_follows_the_engines_settings_and_the_weights() -> None:
     assert re.fullmatch(f"jaxserve-{VERSION}-[0-9a-f]{{8}}", of("hash", tp_size=4))
-    assert of("hash") == of("hash")
+    assert of("hash") == of("hash", hf_token="secret", device_ids=(1, 2), log_level="debug")
     assert len({of("hash"), of("hash", weights="v2"), of("hash", dtype="float32"), of("hash", model="other")}) == 4
 
 

@@ -78,6 +78,7 @@ def translate(launch: Launch) -> Translation:
     for note in implied:
         said, _, reason = note.partition(": ")
         parts.append(ChangedPart(said, reason, "note"))
+    _count_otherwise(launch, found, parts)
     _add_defaults(launch, found, parts, config)
     for name, value in same.items():
         try:
@@ -174,25 +175,32 @@ def _add_defaults(launch: Launch, found: dict[str, SettingValue], parts: list[Ch
     if "port" not in found and is_open and port != settings()["port"].default:
         _set(found, "port", port)
         parts.append(ChangedPart(f"--port {port}", f"is {name}'s default", "note"))
-    given = {name: value.value for name, value in found.items()}
-    requests, ranks = given.get("max_running_requests"), given.get("dp_size")
-    if (
-        launch.engine == "sglang"
-        and given.get("enable_dp_attention")
-        and isinstance(requests, int)
-        and isinstance(ranks, int)
-    ):
-        _set(found, "max_running_requests", max(requests // ranks, 1))
-        parts.append(ChangedPart(f"--max-running-requests {requests}", f"is divided among {ranks} ranks", "note"))
     if launch.engine == "vllm" and "allowed_origins" not in found and found.keys() & _CORS:
         _set(found, "allowed_origins", ("*",))
         parts.append(ChangedPart("--allowed-origins *", f"is {name}'s default", "note"))
-    if launch.engine == "vllm" and {"kv_cache_memory_bytes", "mem_fraction_static"} <= found.keys():
-        del found["mem_fraction_static"]
-        parts.append(ChangedPart("--gpu-memory-utilization", "--kv-cache-memory-bytes counts instead", "note"))
     if launch.engine == "vllm" and "host" not in found and is_open:
         _set(found, "host", "0.0.0.0")
         parts.append(ChangedPart("--host 0.0.0.0", f"is {name}'s default: it listens on all addresses", "note"))
+
+
+def _count_otherwise(launch: Launch, found: dict[str, SettingValue], parts: list[ChangedPart]) -> None:
+    """Change what the other engine counts in another unit, or leaves without effect."""
+    given = {name: value.value for name, value in found.items()}
+    ranks, shards = given.get("dp_size"), given.get("tp_size")
+    requests, host_size = given.get("max_running_requests"), given.get("hicache_size")
+    if launch.engine == "vllm" and given.get("kv_cache_memory_bytes") and "mem_fraction_static" in found:
+        other = found.pop("mem_fraction_static")
+        parts.append(
+            ChangedPart(f"{other.place} {other.value}", "has no effect beside the bytes of the KV cache", "note")
+        )
+    if launch.engine == "vllm":
+        return
+    if given.get("enable_dp_attention") and isinstance(requests, int) and isinstance(ranks, int):
+        _set(found, "max_running_requests", max(requests // ranks, 1))
+        parts.append(ChangedPart(f"--max-running-requests {requests}", f"is divided among {ranks} ranks", "note"))
+    if isinstance(host_size, float) and isinstance(shards, int) and shards > 1:
+        _set(found, "hicache_size", host_size * shards)
+        parts.append(ChangedPart(f"--hicache-size {host_size:g}", f"is for each of {shards} devices", "note"))
 
 
 def _leave_container(

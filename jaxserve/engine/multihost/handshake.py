@@ -13,19 +13,11 @@ from typing import Any
 import msgspec
 
 import jaxserve
-from jaxserve.config.schema import EngineConfig
+from jaxserve.config.schema import LOCAL_SETTINGS, EngineConfig
 from jaxserve.framing import FrameFormat, read_exactly
 
 _MAGIC = b"jaxserve/mesh/2\n"
 _FRAMES = FrameFormat(max_bytes=1 << 20)
-
-# Settings that may differ between the processes.
-_LOCAL_SETTINGS = {
-    "node_rank", "dist_init_addr", "dist_timeout", "log_level", "program_cache_dir", "disable_program_cache",
-    "log_config_file", "profile_dir", "watchdog_timeout", "soft_watchdog_timeout", "decode_log_interval",
-    "kv_events_config",
-    "device_ids", "base_gpu_id", "gpu_id_step", "hf_token",
-}  # fmt: skip
 
 
 class JoinRequest(msgspec.Struct, frozen=True, tag=True):
@@ -83,5 +75,5 @@ def receive(connected: socket.socket, kind: Any) -> Any:
 def shared_facts(config: EngineConfig) -> dict[str, Any]:
     """Return the versions and settings that must be the same in every process."""
     versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")}
-    settings = {name: value for name, value in msgspec.to_builtins(config).items() if name not in _LOCAL_SETTINGS}
+    settings = {name: value for name, value in msgspec.to_builtins(config).items() if name not in LOCAL_SETTINGS}
     return {"jaxserve": jaxserve.__version__, **versions, **settings}

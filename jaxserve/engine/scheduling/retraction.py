@@ -122,7 +122,7 @@ class Retraction:
         return num_retracted
 
     def _preempt_for_priority(self, *, in_flight: bool) -> int | None:
-        """Retract requests of lower priority, if the first waiting request that generates can't start otherwise.
+        """Retract requests of lower priority if the first waiting request that generates can't start otherwise.
 
         Return 0, as the retracted requests stand behind it in the queue, so that it may start in the same plan. Return
         None if a step in flight must be committed first.

@@ -15,7 +15,7 @@ from jaxserve.server.http.paths import plain_path
 PATHS_WITHOUT_KEY = frozenset({"/health", "/ping", "/ready", "/metrics"})
 
 # The routes that change the server for everyone, which are SGLang's of this kind.
-ADMIN_PATHS = frozenset({"/flush_cache", "/abort_request", "/start_profile", "/stop_profile"})
+ADMIN_PATHS = frozenset({"/flush_cache", "/reset_prefix_cache", "/abort_request", "/start_profile", "/stop_profile"})
 
 
 def key_of(path: str, config: ServerConfig) -> str | None:

@@ -66,6 +66,19 @@ def reasons(text: str) -> dict[str, str]:
             "a --host x --num-speculative-tokens 5 --speculative-method ngram",
         ),
         ("command: [vllm, serve, $(A)]\nargs: [--host, x]\nenv: [{name: A, value: b}]", "b --host x"),
+        (
+            "sglang serve --model-path a --port 1 --tp 8 --dp 4 --enable-dp-attention --max-running-requests 128",
+            "a --port 1 --tp-size 8 --dp-size 4 --enable-dp-attention --max-running-requests 32",
+        ),
+        (
+            "sglang serve --model-path a --port 1 --tp 2 --enable-hierarchical-cache --hicache-size 30",
+            "a --port 1 --tp-size 2 --enable-hierarchical-cache --hicache-size 60",
+        ),
+        (
+            "vllm serve a --host x --kv-cache-memory-bytes 4G --gpu-memory-utilization 0.9 --kv-offloading-size 1",
+            "a --host x --kv-cache-memory-bytes 4294967296 --enable-hierarchical-cache --hicache-size 1.074",
+        ),
+        ("sglang serve --model-path a --port 1 --context-length 1M", "a --port 1 --context-length 1000000"),
         ("docker run -p 127.0.0.1:8000:8000 vllm/vllm-openai --model a", "a --host 127.0.0.1"),
     ],
 )
