@@ -6,6 +6,7 @@ or `-` for standard input. It starts nothing. The exit code is 2 if a part has n
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 import textwrap
@@ -14,10 +15,12 @@ from pathlib import Path
 from jaxserve.cli.common.dispatch import USER_ERROR
 from jaxserve.cli.common.parser import Parser
 from jaxserve.cli.translation.launch import launches
+from jaxserve.cli.translation.shell import SUBSTITUTION
 from jaxserve.cli.translation.translation import Translation, translate
 from jaxserve.errors import ConfigError
 
 _WIDTH = 120
+_OPEN = re.compile(r"\$[\w{(]")
 
 
 def parser() -> Parser:
@@ -51,7 +54,7 @@ def _text(words: list[str]) -> str:
 
 
 def _lines(translation: Translation) -> list[str]:
-    variables = [f"{name}={shlex.quote(value)}" for name, value in translation.environment.items()]
+    variables = [f"{name}={_quoted(value)}" for name, value in translation.environment.items()]
     lines = [" ".join([*variables, "jaxserve serve", *map(_quoted, translation.arguments)])]
     for title, answer in (("Left out, as there is no counterpart:", "refused"), ("Notes:", "note")):
         parts = [part for part in translation.parts if part.answer == answer]
@@ -66,7 +69,7 @@ def _lines(translation: Translation) -> list[str]:
 
 def _quoted(word: str) -> str:
     """Quote a word for a shell, but for variables that the text left open and the home folder."""
-    if word.startswith("$") and '"' not in word:
+    if _OPEN.search(word) and not set(SUBSTITUTION.sub("", word)) & set('"`\\'):
         return f'"{word}"'
     home, slash, rest = word.partition("/")
     return f"~/{shlex.quote(rest)}" if home == "~" and slash and rest else shlex.quote(word)

@@ -30,7 +30,8 @@ def _kv_offloading_size(value: object, place: str) -> dict[str, Any]:
 
 
 def _kv_cache_gib(value: object, place: str) -> dict[str, Any]:
-    return {"kv_cache_memory_bytes": int(_number(value, place) * _GIB)}
+    size = _number(value, place)
+    return {"kv_cache_memory_bytes": int(size * _GIB)} if size else {}
 
 
 def _buckets(*histograms: str) -> Callable[[object, str], dict[str, Any]]:

@@ -71,7 +71,7 @@ def load_config(flags: Iterable[GivenSetting] = (), config_file: Path | None = N
     found = _by_setting(read_yaml(config_file), notes) if config_file is not None else {}
     found |= _by_setting(flags, notes)
     set_implied_method(found, notes)
-    _check_same(found)
+    check_same(found)
     values = tuple(found.get(name, SettingValue(setting, setting.default)) for name, setting in settings().items())
     engine = EngineConfig(**{v.setting.name: v.value for v in values if v.setting.owner is EngineConfig})  # type: ignore[arg-type]
     server = ServerConfig(**{v.setting.name: v.value for v in values if v.setting.owner is ServerConfig})  # type: ignore[arg-type]
@@ -156,7 +156,8 @@ def set_implied_method(found: dict[str, SettingValue], notes: list[str]) -> None
         del found["speculative_model"]
 
 
-def _check_same(found: dict[str, SettingValue]) -> None:
+def check_same(found: dict[str, SettingValue]) -> None:
+    """Take out the values under `same NAME`. Raise `ConfigError` if one isn't that of its setting."""
     for name in [name for name in found if name.startswith(_SAME)]:
         given, to = found.pop(name), name.removeprefix(_SAME)
         ours = found[to].value if to in found else given.setting.default

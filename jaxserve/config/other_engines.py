@@ -70,6 +70,8 @@ class ForeignFlag:
 
     def with_value(self, value: object, place: str) -> Meaning | None:
         """Return the meaning of a value, or None if it asks for nothing. Raises `ConfigError` for a wrong type."""
+        if value is None and self.meaning.answer != "taken":
+            return None
         if self.kind == "switch" and not isinstance(value, bool):
             raise ConfigError(f"{place} must be true or false, got {value!r}")
         text = " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
@@ -77,7 +79,7 @@ class ForeignFlag:
         if written in self.known:
             return self.known[written]
         is_refused = self.meaning.answer in ("refused", "left out")
-        if is_refused and (written in self.neutral or value is False or value is None):
+        if is_refused and (written in self.neutral or value is False):
             return None
         return self._off() if self.kind == "switch" and value is False else self.meaning
 

@@ -21,6 +21,8 @@ def test_the_command_is_printed_with_reasons(capsys: pytest.CaptureFixture[str])
 def test_words_need_no_quotes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["translate", "vllm", "serve", "$MODEL", "--host", "x"]) == 0
     assert capsys.readouterr().out == 'jaxserve serve "$MODEL" --host x\n'
+    assert main(["translate", 'HF_HOME=$A/b vllm serve /m/$B --host "$(c "$D")" --api-key a$']) == 0
+    assert capsys.readouterr().out == ('HF_HOME="$A/b" jaxserve serve "/m/$B" --host "$(c "$D")" --api-key \'a$\'\n')
 
 
 def test_a_file_and_standard_input(

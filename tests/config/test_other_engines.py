@@ -65,6 +65,21 @@ def test_every_other_answer_has_a_reason_of_one_line() -> None:
             assert not meaning.reason.endswith(".")
 
 
+def test_a_flag_of_closed_values_names_them_all() -> None:
+    says = "it must be one of "
+    closed = {flag.key: flag for flag in foreign_flags().values() if flag.meaning.reason.startswith(says)}
+    assert {"logprobs_mode", "grammar_backend", "model_impl"} < closed.keys()
+    for flag in closed.values():
+        assert set(flag.meaning.reason.removeprefix(says).replace(" or ", ", ").split(", ")) == set(flag.known)
+    with pytest.raises(ConfigError, match="--logprobs-mode rare is refused: it must be one of raw_logprobs, "):
+        load_config([GivenSetting("logprobs_mode", "rare", "flag", "--logprobs-mode")])
+
+
+@pytest.mark.parametrize("key", ["grammar_backend", "mamba_cache_mode", "logprobs_mode", "enable_lora", "swap_space"])
+def test_null_asks_for_nothing(key: str) -> None:
+    assert load_config([GivenSetting(key, None, "yaml", f"a.yaml:1: {key}")]).notes == ()
+
+
 def names_of(engine: str) -> list[list[str]]:
     """Return the names of each flag in the file of an engine, without `--no-`."""
     [path] = PEERS.glob(f"flags-{engine}-*.tsv")

@@ -11,6 +11,7 @@ from jaxserve.config.kv_events import KvEventsConfig
 from jaxserve.config.mappings import read_mapping
 from jaxserve.config.other_engines import foreign_flags
 from jaxserve.config.settings import Setting, as_flag, as_key, settings
+from jaxserve.errors import ConfigError
 
 _LEVEL = re.compile(r"-O(\d)")
 
@@ -49,7 +50,10 @@ def in_plain_form(argv: Sequence[str]) -> list[str]:
         else:
             found.append(item)
     for flag, joined in mappings.items():
-        found[found.index(flag) + 1] = json.dumps(joined)
+        try:
+            found[found.index(flag) + 1] = json.dumps(joined)
+        except RecursionError:
+            raise ConfigError(f"{flag} is nested too deeply") from None
     return found
 
 
@@ -72,9 +76,11 @@ def _is_mapping(setting: Setting) -> bool:
 
 
 def _json_or_text(text: str) -> Any:
+    if text in ("True", "False"):
+        return text == "True"
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 

@@ -22,6 +22,7 @@ _SWITCHES = frozenset(
     }
 )  # fmt: skip
 _DEFAULT = re.compile(r"\$\{\w+:?-([^{}]*)\}")
+_VARIABLE = re.compile(r"\$\(([A-Z_][A-Z0-9_]*)\)")
 _COLON = re.compile(r":(?![^{]*\})")
 _STARTS = re.compile(r"^[ \t]*(ENTRYPOINT|CMD)[ \t]+(\[.*\])[ \t]*$", re.MULTILINE)
 _PROGRAMS = frozenset({"docker", "podman", "nerdctl"})
@@ -85,7 +86,8 @@ def from_yaml(text: str) -> list[Container]:
         documents = list(yaml.safe_load_all(_DEFAULT.sub(r"\1", text)))
     except (yaml.YAMLError, ValueError, RecursionError):
         return []
-    return [container for document in documents for container in _containers(document)]
+    seen: set[int] = set()
+    return [container for document in documents for container in _containers(document, seen)]
 
 
 def from_dockerfile(text: str) -> Container | None:
@@ -99,16 +101,20 @@ def from_dockerfile(text: str) -> Container | None:
     return Container("", found.get("ENTRYPOINT", ()), found.get("CMD", ()), {})
 
 
-def _containers(node: Any) -> Iterator[Container]:
+def _containers(node: Any, seen: set[int]) -> Iterator[Container]:
+    """Yield the containers in a node, once; aliases of YAML make it stand in many places."""
+    if id(node) in seen:
+        return
+    seen.add(id(node))
     if isinstance(node, list):
         for each in node:
-            yield from _containers(each)
+            yield from _containers(each, seen)
     elif isinstance(node, dict):
         if "image" in node or "command" in node:
             yield _container(node)
         else:
             for each in node.values():
-                yield from _containers(each)
+                yield from _containers(each, seen)
 
 
 def _container(node: Mapping[str, Any]) -> Container:
@@ -117,13 +123,14 @@ def _container(node: Mapping[str, Any]) -> Container:
     entrypoint = _words(node.get("entrypoint")) if "entrypoint" in node else None
     if arguments and entrypoint is None and command:
         entrypoint, command = command, ()
+    entrypoint = None if entrypoint is None else tuple(map(_as_in_shell, entrypoint))
     given = node.get("environment", node.get("env")) or ()
     pairs = [f"{name}={value}" for name, value in given.items()] if isinstance(given, dict) else list(given)
     known = {"image", "command", "args", "entrypoint", "environment", "env", "ports", "volumes"}
     return Container(
         image=str(node.get("image", "")),
         entrypoint=entrypoint,
-        words=(*command, *arguments),
+        words=tuple(map(_as_in_shell, (*command, *arguments))),
         environment=_environment(pairs),
         ports=_ports(node.get("ports") or ()),
         volumes=_volumes(node.get("volumes") or ()),
@@ -139,6 +146,11 @@ def _words(value: Any) -> tuple[str, ...]:
         return tuple(shlex.split(value.replace("\\\n", " "), comments=True))
     except ValueError as error:
         raise ConfigError(f"the command {value!r} can't be read: {str(error).lower()}") from None
+
+
+def _as_in_shell(word: str) -> str:
+    """Return a word with variables as a shell writes them, to which Kubernetes' `$(NAME)` would be a command."""
+    return _VARIABLE.sub(r"${\1}", word)
 
 
 def _environment(pairs: Sequence[Any]) -> dict[str, str]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Literal
 
 from jaxserve.cli.translation.containers import Container, from_dockerfile, from_run, from_yaml
 from jaxserve.cli.translation.shell import Command, commands, filled
+from jaxserve.errors import ConfigError
 
 Engine = Literal["vllm", "sglang"]
 
@@ -20,6 +23,9 @@ _MODULES: Mapping[str, Engine] = {
     "sglang.launch_server": "sglang",
     "sglang_router.launch_server": "sglang",
 }
+# Of quotations in quotations, such as that of `bash -c` in that of `ssh`.
+_MAX_DEPTH = 3
+_HERE_DOCUMENT = re.compile(r"<<-?[ \t]*[\"']?(\w+)[\"']?[^\n]*\n(.*?)^[ \t]*\1[ \t]*$", re.DOTALL | re.MULTILINE)
 _FILES: Mapping[str, Engine] = {"launch_server.py": "sglang", "api_server.py": "vllm"}
 
 
@@ -42,7 +48,28 @@ def launches(text: str) -> list[Launch]:
     file = from_dockerfile(text)
     containers = from_yaml(text) if file is None else [file]
     found = [launch for container in containers for launch in _in_container(container)]
-    return found or [launch for command in commands(text) for launch in _launches(command)]
+    found = found or [launch for command in commands(text) for launch in _launches(command)]
+    return found or _quoted(text, {}, _MAX_DEPTH)
+
+
+def _quoted(text: str, environment: Mapping[str, str], depth: int) -> list[Launch]:
+    """Return the servers that words in quotes start, such as the command of `ssh`, or a manifest in a here-document."""
+    inner: list[tuple[str, Mapping[str, str]]] = [(match[2], {}) for match in _HERE_DOCUMENT.finditer(text)]
+    inner += [
+        (word, command.environment)
+        for command in commands(text, environment)
+        if command.words[0] not in ("echo", "printf")
+        for word in command.words
+        if " " in word
+    ]
+    found: list[Launch] = []
+    for each, variables in inner:
+        with contextlib.suppress(ConfigError):  # a sentence, not a command
+            some = [launch for container in from_yaml(each) for launch in _in_container(container)]
+            some = some or [launch for command in commands(each, variables) for launch in _launches(command)]
+            some = some or (_quoted(each, variables, depth - 1) if depth else [])
+            found += [launch for launch in some if launch not in found]
+    return found
 
 
 def _launches(command: Command) -> Iterator[Launch]:

@@ -15,9 +15,20 @@ _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^}]*))?\}|(\w+)|\((\w+)\))")
 # A name for the reader to fill in, such as <model>; to a shell it would be redirections.
 _PLACEHOLDER = re.compile(r"(?<=[\s=])<([\w./-]+)>(?=\s|$)")
+# A line of comment, which may stand between the lines of one command.
+_COMMENT_LINE = re.compile(r"^[ \t]*#.*(?:\n|\Z)", re.MULTILINE)
+_COMMENT = re.compile(r"(?<=\s)#.*")
 # The end of a line that goes on: also with spaces or a comment after the backslash, or without one before a flag.
-_GOES_ON = re.compile(r"\\[ \t]*(?:#.*)?\r?\n|\r?\n(?=[ \t]*--[a-z])")
-_PROMPT = re.compile(r"^[ \t]*(?:[$!>]|PS [^>\n]*>)[ \t]+|^!(?=\w)", re.MULTILINE)
+_GOES_ON = re.compile(r"\\[ \t]*(?:#.*)?\r?\n|(?:[ \t]#[^\n\"]*)?\r?\n(?=[ \t]*--[a-z])")
+# What stands before a command: a prompt, the dash of a YAML list, or the key of a systemd unit.
+_PROMPT = re.compile(
+    r"^[ \t]*(?:[$!>-]|PS [^>\n]*>)[ \t]+|^!(?=\w)|^[ \t]*(?:ExecStart=[-@:+!]*|Environment=)", re.MULTILINE
+)
+SUBSTITUTION = re.compile(r"\$\([^()\n]*\)")
+# The characters of a substitution that mean something to the lexer, which keeps private ones as they are.
+_SPECIAL = " \t()<>|&;\"'\\#"
+_HIDDEN = str.maketrans(_SPECIAL, "".join(chr(0xE000 + index) for index in range(len(_SPECIAL))))
+_SHOWN = {hidden: char for char, hidden in _HIDDEN.items()}
 # The number of a stream before its redirection.
 _STREAM = re.compile(r"(?<=\s)\d(?=[<>])")
 _SHELLS = frozenset({"bash", "sh", "/bin/bash", "/bin/sh"})
@@ -48,17 +59,25 @@ def commands(text: str, environment: Mapping[str, str] | None = None) -> Iterato
 
 
 def _tokens(text: str) -> list[str]:
+    text = SUBSTITUTION.sub(lambda match: match[0].translate(_HIDDEN), _COMMENT_LINE.sub("", text))
     text = _GOES_ON.sub(" ", text)
     text = _STREAM.sub("", _PROMPT.sub("", _PLACEHOLDER.sub(r"\1", text)))
+    try:
+        tokens = _lexed(text)
+    except ValueError as error:
+        try:  # a comment may have a single quotation mark
+            tokens = _lexed(_COMMENT.sub("", text))
+        except ValueError:
+            raise ConfigError(f"the command can't be read: {str(error).lower()}") from None
+    return [token.translate(_SHOWN) for token in _without_comments(tokens)]
+
+
+def _lexed(text: str) -> list[str]:
     lexer = shlex.shlex(text, posix=True, punctuation_chars="();<>|&\n")
     lexer.whitespace = " \t\r"
     lexer.whitespace_split = True
     lexer.commenters = ""
-    try:
-        tokens = list(lexer)
-    except ValueError as error:
-        raise ConfigError(f"the command can't be read: {str(error).lower()}") from None
-    return list(_without_comments(tokens))
+    return list(lexer)
 
 
 def _without_comments(tokens: Sequence[str]) -> Iterator[str]:
@@ -74,7 +93,7 @@ def _without_comments(tokens: Sequence[str]) -> Iterator[str]:
 
 def _command(words: list[str], known: dict[str, str]) -> Iterator[Command]:
     words = [filled(word, known) for word in _without_redirections(words)]
-    if words[:1] == ["export"]:
+    if words[:1] in (["export"], ["env"]):
         words = words[1:]
     leading = list(takewhile(_ASSIGNMENT.fullmatch, words))
     assigned = {name: value for name, _, value in (word.partition("=") for word in leading)}

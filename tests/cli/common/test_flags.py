@@ -7,6 +7,7 @@ from jaxserve.cli.common import flags
 from jaxserve.config.load import LoadedConfig
 from jaxserve.config.other_engines import ForeignFlag, foreign_flags
 from jaxserve.config.settings import Setting, as_flag, settings
+from jaxserve.errors import ConfigError
 from jaxserve.observability import log
 
 PARSER = serve.parser()
@@ -169,6 +170,12 @@ def test_the_command_lines_of_the_guides() -> None:
 def test_sizes_are_given_apart_or_with_commas() -> None:
     assert loaded("--cuda-graph-bs", "1", "2", "4").engine.cuda_graph_bs == (1, 2, 4)
     assert loaded("--cuda-graph-sizes", "1,2,4").engine.cuda_graph_bs == (1, 2, 4)
+
+
+def test_keys_in_many_levels_are_an_error() -> None:
+    with pytest.raises(ConfigError, match="--hf-overrides is nested too deeply"):
+        loaded(f"--hf-overrides{'.a' * 20_000}", "1")
+    assert loaded("--hf-overrides.a", "[" * 20_000).engine.hf_overrides == {"a": "[" * 20_000}
 
 
 def test_llm_arguments_are_the_given_engine_settings(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,15 +63,21 @@ spec:
       containers:
         - image: vllm/vllm-openai
           command: [vllm, serve]
-          args: [a/b, --port, 80]
+          args: [a/b, --port, 80, $(OPEN), $(nproc)]
           env: [{name: A, value: "1"}, {name: B, valueFrom: {secretKeyRef: {name: b}}}]
           ports: [{containerPort: 80}]
 """
     )
     assert container.entrypoint == ("vllm", "serve")
-    assert container.words == ("a/b", "--port", "80")
+    assert container.words == ("a/b", "--port", "80", "${OPEN}", "$(nproc)")
     assert container.environment == {"A": "1", "B": "$B"}
     assert container.ports == {}
+
+
+def test_a_container_that_stands_in_many_places_is_found_once() -> None:
+    many = "".join(f"l{i + 1}: &l{i + 1} [*l{i}, *l{i}]\n" for i in range(40))
+    [container] = from_yaml(f"l0: &l0 {{image: x}}\n{many}")
+    assert container.image == "x"
 
 
 def test_defaults_of_variables_hold() -> None:

@@ -15,6 +15,10 @@ from jaxserve.cli.translation.launch import launches
         ("python3 -m sglang.launch_server --model a", "sglang", ("--model", "a"), ()),
         ("sglang serve --model-path a", "sglang", ("--model-path", "a"), ()),
         ('FROM x\nENTRYPOINT ["vllm", "serve"]\nCMD ["a", "--b"]', "vllm", ("a", "--b"), ()),
+        ("ssh b 'docker exec c bash -c \"vllm serve a --b\"'", "vllm", ("a", "--b"), ()),
+        ("C='vllm serve a --b'\nif x; then $C & else $C; fi", "vllm", ("a", "--b"), ()),
+        ("start: sh -c 'x && vllm serve a'", "vllm", ("a",), ()),
+        ("cat <<'EOF' | x\nimage: y\ncommand: [vllm, serve, a]\nEOF\n", "vllm", ("a",), ()),
         ("docker run x/vllm-openai a --b", "vllm", ("a", "--b"), ()),
         ("docker run x/sglang python3 -m sglang.launch_server --model a", "sglang", ("--model", "a"), ()),
         ("docker run --entrypoint vllm x/image serve a", "vllm", ("a",), ()),
@@ -28,7 +32,17 @@ def test_a_server_is_found(text: str, engine: str, arguments: tuple[str, ...], b
 
 
 @pytest.mark.parametrize(
-    "text", ["vllm bench serve", "docker run x/y a", "pip install vllm", "python -m http.server", ""]
+    "text",
+    [
+        "vllm bench serve",
+        "docker run x/y a",
+        "pip install vllm",
+        "python -m http.server",
+        "",
+        "echo 'vllm serve a'",
+        'x "it\'s a"',
+        "X='$X y'\n\"$X\"",
+    ],
 )
 def test_nothing_else_is_a_server(text: str) -> None:
     assert launches(text) == []

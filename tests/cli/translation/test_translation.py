@@ -36,8 +36,21 @@ def reasons(text: str) -> dict[str, str]:
             "vllm serve a --host x --cudagraph-capture-sizes 1 2 --seed 3",
             "a --host x --cuda-graph-bs 1 2 --random-seed 3",
         ),
+        ("vllm serve a --host x --structured-outputs-config.enable_in_reasoning=False", "a --host x"),
         ("vllm serve a --host x --hf-overrides.b.c 1", 'a --host x --hf-overrides \'{"b": {"c": 1}}\''),
         ("vllm serve a --host x --config f.yaml", "a --host x --config f.yaml"),
+        ("vllm serve --config f.yaml", "--config f.yaml"),
+        (
+            "docker run -v /d:/c -v /e:/c/f vllm/vllm-openai --host x --model /c/f/a --config /c/b --tokenizer /cc",
+            "/e/a --host x --tokenizer-path /cc --config /d/b",
+        ),
+        ("vllm serve a --host x --enable-prefix-caching=false", "a --host x --disable-radix-cache"),
+        (
+            "vllm serve a --host x --kv-cache-memory-bytes 1G --gpu-memory-utilization 0.9",
+            "a --host x --kv-cache-memory-bytes 1073741824",
+        ),
+        ("env VLLM_CPU_KVCACHE_SPACE=0 vllm serve a --host x", "a --host x"),
+        ("env VLLM_CPU_KVCACHE_SPACE=1 vllm serve a --host x", "a --kv-cache-memory-bytes 1073741824 --host x"),
         ("sglang serve --model-path a --port 1 --speculative-algo NEXTN", "a --port 1 --speculative-method mtp"),
         (
             "docker run -p 80:8000 -v /data:/models vllm/vllm-openai --model /models/a",
@@ -103,6 +116,46 @@ def test_settings_that_do_not_go_together_are_said() -> None:
 def test_no_model_is_named() -> None:
     [part] = translated("sglang serve --port 1").refused
     assert part.reason == "no model is named"
+
+
+def test_a_value_that_must_be_that_of_another_flag_is_refused() -> None:
+    text = "vllm serve a --host x --data-parallel-size 16 --data-parallel-size-local"
+    [part] = translated(f"{text} 8").refused
+    assert part.written == "--data-parallel-size-local 8"
+    assert part.reason.startswith("--data-parallel-size-local must be dp_size=16, got 8: replicas are all on this node")
+    assert translated(f"{text} 16").refused == []
+
+
+@pytest.mark.parametrize(
+    ("text", "expected", "written", "reason"),
+    [
+        ("--served-model-name b c --model a", "a --served-model-name b", "--served-model-name c", "one is taken: b"),
+        ("a --api-key b c", "a --api-key b", "--api-key c", "one is taken: b"),
+        ("a --enforce-eager=2", "a", "--enforce-eager=2", "it takes no value"),
+        ("--enforce-eager True --model a", "a", "True", "it belongs to no flag"),
+        ("a --model=b", "a", "--model b", "the model is a, which comes first"),
+        ("a --model b", "a", "--model b", "the model is a, which comes first"),
+    ],
+)
+def test_a_value_too_many_is_refused(text: str, expected: str, written: str, reason: str) -> None:
+    assert sorted(shlex.split(ours(f"vllm serve --host x {text}"))) == sorted([*shlex.split(expected), "--host", "x"])
+    assert [(part.written, part.reason) for part in translated(f"vllm serve --host x {text}").refused] == [
+        (written, reason)
+    ]
+
+
+def test_the_note_of_a_variable_is_that_of_its_value() -> None:
+    assert reasons("VLLM_ALL2ALL_BACKEND=pplx vllm serve a")["VLLM_ALL2ALL_BACKEND=pplx"].startswith("XLA's")
+    assert reasons("VLLM_ALL2ALL_BACKEND=auto vllm serve a")["VLLM_ALL2ALL_BACKEND=auto"] == "is --all2all-backend"
+
+
+def test_pages_of_all_origins_are_the_default_of_vllm() -> None:
+    assert ours("vllm serve a --host x --allow-credentials") == "a --host x --allow-credentials --allowed-origins '*'"
+
+
+def test_paths_and_devices_of_variables_are_those_outside_the_container() -> None:
+    text = "docker run -e HF_HOME=/c/hf -e NVIDIA_VISIBLE_DEVICES=2 -v /d:/c vllm/vllm-openai --model a"
+    assert translated(text).environment == {"HF_HOME": "/d/hf", "CUDA_VISIBLE_DEVICES": "2"}
 
 
 def test_devices_of_a_container_are_a_variable() -> None:
