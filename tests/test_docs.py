@@ -5,6 +5,7 @@ Tables of names have those of the code, and figures and times are the same where
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import re
@@ -19,6 +20,7 @@ import pytest
 from jaxserve.bench.datasets.choice import DATASETS
 from jaxserve.cli import chat, compile, config, convert, doctor, generate, plan, pull, serve, translate
 from jaxserve.cli.bench import SUBCOMMANDS
+from jaxserve.cli.common.parser import Parser
 from jaxserve.cli.main import COMMANDS
 from jaxserve.config.schema import EngineConfig
 from jaxserve.config.server_schema import ServerConfig
@@ -92,8 +94,13 @@ def test_the_reference_tables_are_up_to_date() -> None:
         assert with_tables(text) == text, f"{page}: run .venv/bin/python scripts/reference_tables.py"
 
 
+@functools.cache
+def parser_of(command: str) -> Parser:
+    return PARSERS[command].parser()
+
+
 def test_every_flag_exists(text: str) -> None:
-    known = {option for module in PARSERS.values() for option in module.parser()._option_string_actions}
+    known = {option for command in PARSERS for option in parser_of(command)._option_string_actions}
     named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text))
     assert named - known - OTHER_FLAGS == set()
 
@@ -137,7 +144,7 @@ def test_every_command_line_can_be_parsed(text: str) -> None:
     for block in re.findall(r"^```sh\n(.*?)^```", text, flags=re.M | re.S):
         for line in re.findall(r"^jaxserve (.+)$", block, flags=re.M):
             name = next(name for name in PARSERS if line.startswith(name))
-            PARSERS[name].parser().parse(shlex.split(line.removeprefix(name), comments=True))
+            parser_of(name).parse(shlex.split(line.removeprefix(name), comments=True))
 
 
 def test_every_command_has_a_parser_here() -> None:

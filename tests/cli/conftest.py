@@ -27,5 +27,5 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.fixture
 def tiny_flags(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The tiny model's settings as a command line; the logging of the test run isn't changed."""
-    monkeypatch.setattr(log, "setup", lambda level: None)
+    monkeypatch.setattr(log, "setup", lambda *given, **named: None)
     return as_argv(settings)

@@ -39,7 +39,7 @@ SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "nu
 @pytest.fixture(autouse=True, scope="module")
 def _logging_stays() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(log, "setup", lambda level: None)
+        patch.setattr(log, "setup", lambda *given, **named: None)
         yield
 
 

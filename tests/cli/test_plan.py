@@ -18,7 +18,7 @@ GIB = 2**30
 
 @pytest.fixture
 def llama(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(log, "setup", lambda level: None)
+    monkeypatch.setattr(log, "setup", lambda *given, **named: None)
     return write_config(tmp_path / "config.json")
 
 

@@ -399,7 +399,7 @@ async def test_the_sender_of_an_unreadable_command_gets_an_error() -> None:
         bad = msgspec.structs.replace(make_request("bad", max_tokens=5), priority="high")  # type: ignore[arg-type]
         [event] = await all_of(client.submit(bad))
         assert event.finish_reason is FinishReason.ERROR
-        assert "Expected `int`, got `str`" in (event.error or "")
+        assert "Expected `int | null`, got `str`" in (event.error or "")
         with pytest.raises(RequestFailedError, match="Expected `bool`, got `str`"):
             await client.start_profile(with_stack="yes")  # type: ignore[arg-type]
 
