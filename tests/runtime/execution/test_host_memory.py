@@ -44,4 +44,4 @@ def test_all_that_runs_on_a_host_has_a_share_of_its_memory(settings: dict[str, A
 def test_the_model_and_its_cache_take_memory_of_a_cpu() -> None:
     found, on_device = _host_bytes(CPU, tp_size=2)
     assert on_device > 0.01 * FREE
-    assert found == pytest.approx(0.5 * (FREE - 2 * on_device), rel=0.0001)
+    assert found == pytest.approx(0.5 * (FREE - 2 * on_device), rel=0.001)
