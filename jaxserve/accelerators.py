@@ -67,7 +67,7 @@ def visible_devices(variable: str, environment: Mapping[str, str]) -> list[str]:
 
 
 def tpu_environment(chips: Sequence[str]) -> dict[str, str]:
-    """Return the environment of a process that has these chips of its host, as many as a key of `TPU_BOUNDS`."""
+    """Return the environment of a process that uses these chips of its host; `TPU_BOUNDS` has the possible counts."""
     return {
         TPU_CHIPS: ",".join(chips),
         "TPU_CHIPS_PER_PROCESS_BOUNDS": TPU_BOUNDS[len(chips)],

@@ -1,4 +1,4 @@
-"""Which devices of this node `device_ids`, or `base_gpu_id` and `gpu_id_step`, name. It knows none of the devices."""
+"""Reads which devices of this node `device_ids`, or `base_gpu_id` and `gpu_id_step`, name. Never looks for devices."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ _ALL = {"device_ids": None, "base_gpu_id": 0, "gpu_id_step": 1}
 
 
 def device_numbers(config: EngineConfig, platform: str) -> tuple[int, ...] | None:
-    """Return the numbers of the devices that a configuration, whose `dp_mode` is resolved, uses; None: the first ones.
+    """Return the numbers of the devices that a configuration names, or None if it names none and uses the first ones.
 
-    They are GPUs, or chips on a TPU, and count among those that this process may see. Raises `ConfigError` if fewer
-    GPUs are named than the sizes need, or if `platform` has none to choose.
+    The `dp_mode` of `config` must be resolved. A number is that of a GPU, or of a TPU chip, among those that this
+    process may see. Raises `ConfigError` if fewer GPUs are named than the sizes need, or if `platform` has none to
+    choose.
     """
     named = devices_named(config)
     if not named:

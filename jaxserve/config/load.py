@@ -111,8 +111,9 @@ def _value_of(loader: yaml.SafeLoader, node: yaml.Node, place: str) -> object:
 
 
 def _by_setting(givens: Iterable[GivenSetting], notes: list[str]) -> dict[str, SettingValue]:
-    """Return the values of one source by the setting's name, those that must be the same as another under `same NAME`.
+    """Return the values of one source by the name of the setting.
 
+    A value that another setting must have already, as `other_engines.tsv` says, is under `same NAME`.
     If a flag is repeated under one name, the last counts; different values under two names are an error.
     """
     last: dict[str, GivenSetting] = {}

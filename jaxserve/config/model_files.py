@@ -65,7 +65,7 @@ def tokenizer_files(config: EngineConfig) -> ModelSource:
 
 
 def has_other_tokenizer(config: EngineConfig) -> bool:
-    """Return whether the tokenizer isn't that of the model's files."""
+    """Return whether the tokenizer comes from other files than the model."""
     return _tokenizer_version(config) != (config.model, config.revision)
 
 

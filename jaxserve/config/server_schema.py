@@ -32,7 +32,7 @@ SHARED_SERVER_SETTINGS = frozenset(
 """The settings of the server that `LLM` has too."""
 
 SECRETS = frozenset({"api_key", "admin_api_key", "ssl_keyfile_password", "hf_token"})
-"""The settings whose values are shown to nobody."""
+"""The settings whose values are masked wherever settings are shown."""
 
 _NEED_CERTIFICATE = (
     "ssl_keyfile",

@@ -1,4 +1,4 @@
-"""Reads the arguments of another engine's server as the settings that they give, and names those that give none."""
+"""Reads the arguments of another engine's server: yields the settings they give, and names arguments that give none."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from jaxserve.config.nearest import nearest
 from jaxserve.config.other_engines import foreign_flags
 from jaxserve.config.settings import as_flag, as_key, settings
 
-Answer = Literal["note", "refused"]
-
 _SHORT_NUMBER = re.compile(r"[\d.]+[KMGT]")
 _OF_FILE = "its keys may be the other engine's names; a host, port or model that it doesn't have is jaxserve's default"
 # Flags that take several values in vLLM and one here.
@@ -28,7 +26,7 @@ class ChangedPart:
 
     written: str
     reason: str
-    answer: Answer
+    answer: Literal["note", "refused"]
 
 
 def given_settings(launch: Launch, config: list[str], parts: list[ChangedPart]) -> Iterator[GivenSetting]:

@@ -30,7 +30,8 @@ _PROGRAMS = frozenset({"docker", "podman", "nerdctl"})
 
 @dataclasses.dataclass(frozen=True)
 class Container:
-    """A container as it is started. `ports` are published ones, outside by inside; `volumes` paths likewise.
+    """A container as it is started. `ports` maps each published port to the address and port outside, and `volumes`
+    each mounted path to the one outside.
 
     `entrypoint` is None if the image's own is used; `others` are the options that only containers have.
     """

@@ -162,7 +162,7 @@ def _from_variable(row: ForeignVariable, value: str, said: str, found: dict[str,
 
 
 def _add_defaults(launch: Launch, found: dict[str, SettingValue], parts: list[ChangedPart], config: list[str]) -> None:
-    """Write the defaults of the other engine that are others than ours, unless a file of settings may have others."""
+    """Add the other engine's defaults where ours differ, unless a file of settings may set them."""
     name = _NAMES[launch.engine]
     if "model" not in found and not config:
         if launch.engine == "vllm":

@@ -112,6 +112,6 @@ def _tpu_environments(config: EngineConfig, devices: Devices, environment: Mappi
 
 
 def _visible_devices(environment: Mapping[str, str], variable: str, numbers: Sequence[int]) -> list[str]:
-    """Return the names of the devices with these numbers among those that this process may use."""
+    """Return the names of the devices with these numbers; numbers count the devices that this process may use."""
     listed = visible_devices(variable, environment)
     return [listed[number] if listed else str(number) for number in numbers]
