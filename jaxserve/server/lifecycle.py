@@ -56,13 +56,14 @@ class ProcessRole(EngineSource, Protocol):
 
 class HttpServer(uvicorn.Server):
     """uvicorn with limits on what clients send and without its own signal handling, which would close the port: a drain
-    must answer new requests with 503."""
+    must answer new requests with 503. `app` answers the requests."""
 
     def __init__(self, state: ServerState) -> None:
         self._connection = functools.partial(HttpConnection, state.config)
+        self.app = make_app(state)
         super().__init__(
             uvicorn.Config(
-                make_app(state),
+                self.app,
                 http=cast(type[asyncio.Protocol], self._connection),
                 lifespan="off",
                 ws="none",

@@ -5,6 +5,8 @@ from jaxserve.engine.client.engine import Engine, attach_engine, launch_engine, 
 from jaxserve.engine.client.engine_processes import EngineProcesses
 from jaxserve.engine.client.in_process import InProcessEngine, check_not_forked, is_forked
 from jaxserve.engine.client.placements import PlacementBroadcast, PlacementListener
+from jaxserve.engine.client.prefix_index import PrefixIndex
+from jaxserve.engine.client.replica_router import ReplicaCost, replica_cost
 from jaxserve.engine.client.shared_engine import SharedEngine
 from jaxserve.engine.process.launch_protocol import EngineEndpoint
 
@@ -16,10 +18,13 @@ __all__ = [
     "InProcessEngine",
     "PlacementBroadcast",
     "PlacementListener",
+    "PrefixIndex",
+    "ReplicaCost",
     "SharedEngine",
     "attach_engine",
     "check_not_forked",
     "is_forked",
     "launch_engine",
     "launch_follower",
+    "replica_cost",
 ]

@@ -56,6 +56,11 @@ class PrefixIndex:
             self._pages[object()] = None
         self._trim()
 
+    def resize(self, num_pages: int) -> None:
+        """Hold this many pages from now on."""
+        self._num_pages = num_pages
+        self._trim()
+
     def clear(self) -> None:
         """Forget all pages."""
         self._pages.clear()

@@ -16,6 +16,24 @@ from jaxserve.engine.client.placements import Began, CachesCleared, Ended, Place
 from jaxserve.engine.client.prefix_index import PrefixIndex, page_names
 from jaxserve.engine.scheduling.rank_router import CACHED_WEIGHT, CROWDED_SHARE, SEQUENCE_TOKENS
 
+type ReplicaCost = tuple[bool, bool, int, int]
+
+
+def replica_cost(
+    *, num_open: int, fewest_open: int, num_slots: int, pending_tokens: int, cached_tokens: int, num_pages: int
+) -> ReplicaCost:
+    """Return the cost of a request on a replica, of which the least is best.
+
+    It has `num_open` of its `num_slots` requests open, and `pending_tokens` of their prompts to compute; the emptiest
+    replica has `fewest_open`. It has `cached_tokens` of the request's prompt, and `num_pages` pages in its cache.
+    """
+    return (
+        num_open >= num_slots,
+        num_open - fewest_open > CROWDED_SHARE * num_slots,
+        pending_tokens - CACHED_WEIGHT * cached_tokens + SEQUENCE_TOKENS * num_open,
+        num_pages,
+    )
+
 
 @dataclasses.dataclass(slots=True)
 class _ReplicaLoad:
@@ -93,14 +111,15 @@ class ReplicaRouter:
     def _best(self, cached: Sequence[int]) -> int:
         fewest = min(load.num_open for load in self._loads)
 
-        def cost(replica: int) -> tuple[bool, bool, int, int, int]:
+        def cost(replica: int) -> ReplicaCost:
             load = self._loads[replica]
-            return (
-                load.num_open >= load.num_slots,
-                load.num_open - fewest > CROWDED_SHARE * load.num_slots,
-                load.pending_tokens - CACHED_WEIGHT * cached[replica] + SEQUENCE_TOKENS * load.num_open,
-                len(load.index),
-                replica,
+            return replica_cost(
+                num_open=load.num_open,
+                fewest_open=fewest,
+                num_slots=load.num_slots,
+                pending_tokens=load.pending_tokens,
+                cached_tokens=cached[replica],
+                num_pages=len(load.index),
             )
 
         return min(range(len(self._loads)), key=cost)

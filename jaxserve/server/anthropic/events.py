@@ -21,9 +21,10 @@ from jaxserve.server.anthropic.responses import (
     ToolUseBlock,
     message_usage,
 )
-from jaxserve.server.errors import HttpError
+from jaxserve.server.errors import MESSAGES_PATH, HttpError
 from jaxserve.server.generation.answers import AnswerPart
 from jaxserve.server.generation.responder import ResponseChoice, ResponseShape, TotalUsage
+from jaxserve.server.http.sse import error_event
 from jaxserve.text.output import OutputDelta
 
 _encode = msgspec.json.Encoder().encode
@@ -103,7 +104,7 @@ class MessageShape(ResponseShape):
 
     def error_event(self, error: HttpError) -> bytes:
         """Return the event that ends a stream after an error."""
-        return b"event: error\ndata: " + msgspec.json.encode(error.messages_body()) + b"\n\n"
+        return error_event(error, MESSAGES_PATH)
 
     def body(self, choices: Sequence[ResponseChoice], usage: TotalUsage) -> MessageResponse:
         """Return the whole message."""

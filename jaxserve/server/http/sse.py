@@ -15,7 +15,7 @@ from typing import Any
 
 from starlette.types import Send
 
-from jaxserve.server.errors import HttpError
+from jaxserve.server.errors import MESSAGES_PATH, HttpError
 
 DONE = b"data: [DONE]\n\n"
 
@@ -38,9 +38,10 @@ def open_stream(send: Send, encode_error: Callable[[Exception], bytes], keep_ali
     return _KeptAliveStream(send, encode_error, keep_alive_interval)
 
 
-def error_event(error: HttpError) -> bytes:
-    """Return an error as an event."""
-    return b"data: " + error.encode() + b"\n\n"
+def error_event(error: HttpError, path: str = "") -> bytes:
+    """Return an error as an event for a client of the route `path`."""
+    name = b"event: error\n" if path.startswith(MESSAGES_PATH) else b""
+    return name + b"data: " + error.encode(path) + b"\n\n"
 
 
 class EventStream:

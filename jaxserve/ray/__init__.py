@@ -1,0 +1,7 @@
+"""Replicas on Ray Serve: `jaxserve.ray:build` makes a Serve application of a profile (extra `ray`, docs/ray.md)."""
+
+from jaxserve.ray.application import application, build
+from jaxserve.ray.autoscaling import scale_on_queue
+from jaxserve.ray.prefix_router import CachedPrefixRouter
+
+__all__ = ["CachedPrefixRouter", "application", "build", "scale_on_queue"]

@@ -1,0 +1,68 @@
+"""What a replica is made of: the settings of a profile, and the resources of Ray that they need.
+
+A profile is a YAML file as `jaxserve serve --config` takes it. A replica has no port and is not started by hand, so
+settings that are about these are refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from jaxserve.config.data_parallel import resolve_dp_mode
+from jaxserve.config.device_numbers import devices_needed
+from jaxserve.config.load import GivenSetting, LoadedConfig, load_config
+from jaxserve.config.schema import EngineConfig
+from jaxserve.config.settings import as_key
+from jaxserve.errors import ConfigError
+
+# Harmless, as many profiles have them: Serve's own options say where its proxies listen.
+_UNUSED = frozenset({"host", "port", "drain_timeout"})
+_REFUSED = {
+    "uds": "Serve's proxies listen on ports, http_options of its configuration says which",
+    "api_server_count": "a replica has one API process: have more replicas, or more of the deployment `ingress`",
+    "node_rank": "each replica starts the processes of its own mesh",
+    "dist_init_addr": "each replica chooses an address on the node where it runs",
+    "root_path": "Serve's route_prefix is taken off each path",
+    **dict.fromkeys(
+        ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"), "a proxy in front of Serve, or its http_options, ends TLS"
+    ),
+}
+_RESOURCES = {"cuda": "GPU", "tpu": "TPU"}
+
+
+def load_profile(profile: str | Path | None, settings: Mapping[str, Any]) -> LoadedConfig:
+    """Return the configuration of a profile in which `settings` have other values. Raises `ConfigError`."""
+    given = [GivenSetting(as_key(name), value, "argument", f"settings: {name}") for name, value in settings.items()]
+    loaded = load_config(given, None if profile is None else Path(profile).expanduser())
+    notes = list(loaded.notes)
+    for value in loaded.values:
+        name = value.setting.name
+        if value.source == "default" or value.value == value.setting.default:
+            continue
+        if (reason := _REFUSED.get(name)) is not None:
+            raise ConfigError(f"{value.place}: {name} has no meaning in a replica of Ray Serve: {reason}")
+        if name in _UNUSED - {"drain_timeout"}:
+            notes.append(f"{value.place}: not used, http_options of Serve's configuration say where it listens")
+    return LoadedConfig(loaded.engine, loaded.server, loaded.values, tuple(notes))
+
+
+def bundles(config: EngineConfig, num_cpus: float) -> list[dict[str, float]]:
+    """Return what each process of a replica needs of its node: one bundle for each of `nnodes`, with its devices.
+
+    Raises `ConfigError` if the sizes don't fit each other.
+    """
+    bundle = {"CPU": num_cpus}
+    platform = _platform_in_cluster() if config.device == "auto" else config.device
+    if (resource := _RESOURCES.get(platform)) is not None:
+        bundle[resource] = float(devices_needed(resolve_dp_mode(config)))
+    return [dict(bundle) for _ in range(config.nnodes)]
+
+
+def _platform_in_cluster() -> str:
+    """Return the platform of the cluster's accelerators. Where this process is in no cluster, it is the CPU."""
+    found = ray.cluster_resources() if ray.is_initialized() else {}
+    return next((platform for platform, resource in _RESOURCES.items() if found.get(resource)), "cpu")
