@@ -14,7 +14,7 @@ import ray
 
 from jaxserve.config.data_parallel import resolve_dp_mode
 from jaxserve.config.device_numbers import devices_needed
-from jaxserve.config.load import GivenSetting, LoadedConfig, load_config
+from jaxserve.config.load import GivenSetting, LoadedConfig, load_config, read_yaml
 from jaxserve.config.schema import EngineConfig
 from jaxserve.config.settings import as_key
 from jaxserve.errors import ConfigError
@@ -31,17 +31,23 @@ _REFUSED = {
         ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"), "a proxy in front of Serve, or its http_options, ends TLS"
     ),
 }
+# A replica chooses the address when its node is known.
+_ANY_ADDRESS = "any:1"
 _RESOURCES = {"cuda": "GPU", "tpu": "TPU"}
 
 
 def load_profile(profile: str | Path | None, settings: Mapping[str, Any]) -> LoadedConfig:
     """Return the configuration of a profile in which `settings` have other values. Raises `ConfigError`."""
+    path = None if profile is None else Path(profile).expanduser()
     given = [GivenSetting(as_key(name), value, "argument", f"settings: {name}") for name, value in settings.items()]
-    loaded = load_config(given, None if profile is None else Path(profile).expanduser())
+    everything = [*(() if path is None else read_yaml(path)), *given]
+    if {one.key: one.value for one in everything}.get("nnodes", 1) != 1:
+        given.append(GivenSetting("dist_init_addr", _ANY_ADDRESS, "argument", "jaxserve.ray"))
+    loaded = load_config(given, path)
     notes = list(loaded.notes)
     for value in loaded.values:
         name = value.setting.name
-        if value.source == "default" or value.value == value.setting.default:
+        if value.value in (value.setting.default, _ANY_ADDRESS):
             continue
         if (reason := _REFUSED.get(name)) is not None:
             raise ConfigError(f"{value.place}: {name} has no meaning in a replica of Ray Serve: {reason}")

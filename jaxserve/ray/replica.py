@@ -128,7 +128,6 @@ class EngineReplica:
         role = getattr(self, "_role", None)
         if role is not None:
             role.stop.set()
-            self._exporting.cancel()
             await asyncio.gather(self._run, return_exceptions=True)
             await self._followers.stop()
 
@@ -141,7 +140,7 @@ class EngineReplica:
         return state.unhealthy_reason
 
     async def _export(self) -> None:
-        while True:
+        while not self._run.done():
             try:
                 self._gauges.set_all()
             except Exception:
