@@ -45,6 +45,7 @@ MAY_IMPORT = {
     "text": BASE,
     "server": BASE | {"text", "engine.client"},
     "llm": BASE | {"text", "engine.client"},
+    "ray": BASE | {"server", "engine.client"},
     "bench": BASE | {"text"},
     "cli": BASE | {"text", "server", "llm", "bench", "runtime", "engine.client", "weights.convert"},
     "__main__": {"cli"},
@@ -74,6 +75,7 @@ ORDER_INSIDE = {
                               "engine_metrics | counterparts sample | all_series tuning_advice | draft_rules metrics "
                               "stage_rules | tuning_rules",
     "jaxserve.quant": "stored | checkpoint | choice | transform",
+    "jaxserve.ray": "autoscaling forwarding mesh metrics profile | ingress prefix_router replica | application",
     "jaxserve.runtime": "devices | step | programs | sizing | execution",
     "jaxserve.server": "errors fingerprint follower listener refusals request_log response_store siblings | "
                        "server_state | http loading model_tasks | admin generation | anthropic openai pooling "
@@ -105,7 +107,7 @@ ORDER_INSIDE = {
 }  # fmt: skip
 # The folders of `jaxserve.server` with the routes of an API.
 APIS = ("anthropic", "openai", "pooling", "responses_api", "sglang")
-WITHOUT_JAX = {*BASE, "engine", "text", "server", "llm", "bench", "cli", "__main__", "__init__"}
+WITHOUT_JAX = {*BASE, "engine", "text", "server", "llm", "ray", "bench", "cli", "__main__", "__init__"}
 JAX = {"jax", "jaxlib", "flax", "jaxtyping", "orbax", "pallas_kernels"}
 
 

@@ -30,8 +30,6 @@ _HEALTH_SECONDS, _HEALTH_TIMEOUT_SECONDS = 2.0, 10.0
 _STATS_SECONDS = 5.0
 # On top of drain_timeout, for the end of the engine process.
 _STOP_SECONDS = 15.0
-# A model that can't be served should be seen as such, but a node may have had a fault.
-_MAX_RETRIES = 3
 
 
 def build(arguments: dict[str, Any]) -> Application:
@@ -85,7 +83,6 @@ def application(
         health_check_timeout_s=_HEALTH_TIMEOUT_SECONDS,
         graceful_shutdown_timeout_s=loaded.server.drain_timeout + _STOP_SECONDS,
         graceful_shutdown_wait_loop_s=0.5,
-        max_constructor_retry_count=_MAX_RETRIES,
         **options,
     )(EngineReplica)
     ingress = serve.deployment(
