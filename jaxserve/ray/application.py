@@ -62,7 +62,7 @@ def application(
 ) -> Application:
     """Return the application of a configuration. `load` and `engine_module` are those of `EngineReplica`.
 
-    Raises `ConfigError` if `replicas` is neither a number nor a range, or if sizes don't fit each other.
+    Raises `ConfigError` if `replicas` is neither a number nor a range, or as `bundles` does.
     """
     for note in loaded.notes:
         logger.warning(note)
@@ -91,6 +91,7 @@ def application(
         max_ongoing_requests=_MAX_ONGOING,
         graceful_shutdown_timeout_s=loaded.server.drain_timeout + _STOP_SECONDS,
         graceful_shutdown_wait_loop_s=0.5,
+        max_surge_percent=100,  # a new one is cheap, and there may be no other
     )(serve.ingress(None)(Ingress))
     bound = engine.bind(loaded.engine, loaded.server, load, engine_module)
     return ingress.bind(bound, loaded.server.max_body_bytes)

@@ -59,16 +59,18 @@ def load_profile(profile: str | Path | None, settings: Mapping[str, Any]) -> Loa
 def bundles(config: EngineConfig, num_cpus: float) -> list[dict[str, float]]:
     """Return what each process of a replica needs of its node: one bundle for each of `nnodes`, with its devices.
 
-    Raises `ConfigError` if the sizes don't fit each other.
+    Raises `ConfigError` if the sizes don't fit each other, or if the device is unknown.
     """
     bundle = {"CPU": num_cpus}
-    platform = _platform_in_cluster() if config.device == "auto" else config.device
+    platform = _platform_of_cluster() if config.device == "auto" else config.device
     if (resource := _RESOURCES.get(platform)) is not None:
         bundle[resource] = float(devices_needed(resolve_dp_mode(config)))
     return [dict(bundle) for _ in range(config.nnodes)]
 
 
-def _platform_in_cluster() -> str:
-    """Return the platform of the cluster's accelerators. Where this process is in no cluster, it is the CPU."""
-    found = ray.cluster_resources() if ray.is_initialized() else {}
+def _platform_of_cluster() -> str:
+    """Return the platform of the cluster's accelerators. Raises `ConfigError` if this process is in no cluster."""
+    if not ray.is_initialized():
+        raise ConfigError("device=auto, and there is no cluster here to look at: set device to cuda, tpu or cpu")
+    found = ray.cluster_resources()
     return next((platform for platform, resource in _RESOURCES.items() if found.get(resource)), "cpu")
