@@ -58,7 +58,7 @@ PARSERS = {
     "serve": serve,
     "translate": translate,
 }
-# Flags that are named and belong to other programs: XLA, the benchmark of another server, the tuner, and gateways.
+# Flags that are named and belong to other programs: XLA, the benchmark of another server, the tuner, gateways, and Ray.
 OTHER_FLAGS = {
     *("--xla_force_host_platform_device_count", "--peer", "--kernel", "--api-processes"),
     *("--worker-urls", "--xla_dump_to", "--policy", "--dp-aware", "--pd-disaggregation", "--vllm-pd-disaggregation"),
@@ -66,6 +66,7 @@ OTHER_FLAGS = {
     *("--health-check-endpoint", "--health-check-interval-secs", "--health-check-timeout-secs"),
     *("--health-failure-threshold", "--health-success-threshold"),
     *("--cb-failure-threshold", "--cb-timeout-duration-secs", "--load-monitor-interval"),
+    *("--head", "--address", "--generate", "--id"),
     *("--worker-startup-check-interval", "--worker-overload-waiting-requests", "--worker-overload-token-usage"),
 }
 

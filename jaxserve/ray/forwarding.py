@@ -21,8 +21,8 @@ type Headers = list[tuple[bytes, bytes]]
 
 @dataclasses.dataclass(frozen=True)
 class ForwardedRequest:
-    """A request with its whole body. `prompt` begins like other requests' whose prompts begin alike; it is the name
-    under which routers of Ray's look for it. `tried` are the replicas that have refused this request."""
+    """A request with its whole body. `prompt` is a text that begins like those of requests whose prompts begin alike.
+    `tried` are the replicas that have refused this request."""
 
     method: str
     path: str
