@@ -27,6 +27,7 @@ _REFUSED = {
     "node_rank": "each replica starts the processes of its own mesh",
     "dist_init_addr": "each replica chooses an address on the node where it runs",
     "root_path": "Serve's route_prefix is taken off each path",
+    **dict.fromkeys(("device_ids", "base_gpu_id", "gpu_id_step"), "Ray chooses the devices of each replica"),
     **dict.fromkeys(
         ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"), "a proxy in front of Serve, or its http_options, ends TLS"
     ),
