@@ -1,9 +1,9 @@
 """Replicas on Ray Serve: `jaxserve.ray:build` makes a Serve application of a profile (extra `ray`, docs/ray.md)."""
 
-try:
-    import ray.serve
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(f"jaxserve.ray needs Ray ({error}): pip install 'jaxserve[ray]'") from error
+from importlib.util import find_spec
+
+if find_spec("ray") is None:
+    raise ModuleNotFoundError("jaxserve.ray needs Ray Serve: pip install 'jaxserve[ray]'")
 
 from jaxserve.ray.application import application, build
 from jaxserve.ray.autoscaling import scale_on_queue
