@@ -16,6 +16,7 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -43,18 +44,22 @@ from jaxserve.bench.load.run_load import LoadResult, LoadRun
 from jaxserve.bench.load.target_server import TargetServer
 from jaxserve.bench.results.metrics import compute_figures
 from jaxserve.cli.common.table import format_records
-from jaxserve.text.tokenizers.tokenizer import load_tokenizer
 from jaxserve.model_source import resolve
+from jaxserve.text.tokenizers.tokenizer import load_tokenizer
 
 CLIENTS = 16
 MODEL = api_process.MODEL
 # Few programs; room in each cache for all prefixes.
-SETTINGS = {"context_length": 1024, "max_running_requests": 16, "cuda_graph_bs": "8,16", "chunked_prefill_size": 128}
+SETTINGS = {
+    "context_length": [1024], "max_running_requests": [16], "cuda_graph_bs": [8, 16], "chunked_prefill_size": [128],
+}  # fmt: skip
 STEPS_PER_SECOND = 30.0
 # After processes were stopped, what has become due meanwhile is done first.
 SETTLE = 1.0
+# Stopped processes don't answer others for longer than Ray would wait.
+PATIENCE = {"RAY_gcs_rpc_server_reconnect_timeout_s": "3600", "RAY_health_check_failure_threshold": "1000"}
 ROLES = {
-    "ray::ProxyActor": "front", "sglang_router": "front", ":ingress": "ingress", ":engine": "servers",
+    "ray::ProxyActor": "front", "sglang::router": "front", ":ingress": "ingress", ":engine": "servers",
     "jaxserve serve": "servers", "api_process": "servers", "paced_engine": "", "jaxserve.worker": "",
     "template_process": "",
 }  # fmt: skip
@@ -79,7 +84,7 @@ class Requests:
         )  # fmt: skip
 
 
-REAL, PACED = Requests(12, 6, 400, 32, 16), Requests(8, 8, 64, 16, 60)
+REAL, PACED = Requests(8, 6, 400, 32, 16), Requests(8, 8, 64, 16, 60)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,8 +115,10 @@ async def send(ports: list[int], requests: list[BenchConversation]) -> LoadResul
 def counters(form: Form) -> dict[str, list[float]]:
     """Return the counters of prompt tokens and of cached ones, of each replica."""
     text = "".join(httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=30).text for port in form.servers)
-    names = ("prompt", "cached")
-    return {name: [float(n) for n in re.findall(rf"^jaxserve:{name}_tokens_total\S* (\S+)$", text, re.M)] for name in names}
+    return {
+        name: [float(value) for value in re.findall(rf"^jaxserve:{name}_tokens_total\S* (\S+)$", text, re.M)]
+        for name in ("prompt", "cached")
+    }
 
 
 def cpu_seconds(form: Form) -> dict[str, float]:
@@ -132,13 +139,13 @@ def measure_once(form: Form, requests: list[BenchConversation]) -> dict[str, flo
     after, cpu_after = counters(form), cpu_seconds(form)
     prompt, cached = ([end - start for start, end in zip(before[name], after[name])] for name in ("prompt", "cached"))
     names = ("median_ttft_ms", "p99_ttft_ms", "median_itl_ms", "p99_itl_ms")
-    used = {f"{role}_us": 1e6 * (end - cpu_before[role]) / figures["total_output_tokens"] for role, end in cpu_after.items()}
+    used = {f"{role}_us": 1e6 * (end - cpu_before[role]) for role, end in cpu_after.items()}
     return {
         "cached_percent": 100 * sum(cached) / max(sum(prompt), 1),
         "busier_percent": 100 * max(prompt) / max(sum(prompt), 1),
         "output_tok_s": figures["output_throughput"],
         **{name: figures[name] for name in names},
-        **used,
+        **{name: value / figures["total_output_tokens"] for name, value in used.items()},
     }
 
 
@@ -146,19 +153,25 @@ def measure_once(form: Form, requests: list[BenchConversation]) -> dict[str, flo
 def forms(port: int, engine: str) -> Iterator[dict[str, Form]]:
     """Start the servers of all forms."""
     os.environ["NPROC"] = "1"
-    flags = [text for name, value in SETTINGS.items() for text in (f"--{name.replace('_', '-')}", *str(value).split(","))]
-    serve = [sys.executable, "-m", *("jaxserve", "serve", *flags, "--port")]
-    if engine == "paced":
-        serve = [sys.executable, "-m", *("benchmarks.api_process", "--serve")]
+    serve = ["benchmarks.api_process", "--serve"]
+    if engine == "real":
+        flags = [(f"--{name.replace('_', '-')}", *map(str, value)) for name, value in SETTINGS.items()]
+        serve = ["jaxserve", "serve", *itertools.chain(*flags), "--port"]
     two, router, ingress = [port, port + 1], port + 2, port + 3
+    urls = [f"http://127.0.0.1:{own}" for own in two]
     with contextlib.ExitStack() as stack:
-        start = lambda command, port, name: stack.enter_context(serving_cpu.server(command, port, name))[0]  # noqa: E731
-        pids = [start([*serve, str(own)], own, "jaxserve") for own in two]
-        command = [sys.executable, "-m", "sglang_router", "launch", "--host", "127.0.0.1", "--port", str(router)]
-        command += ["--policy", "cache_aware", "--prometheus-port", str(port + 4)]
-        router_pid = start([*command, "--worker-urls", *(f"http://127.0.0.1:{own}" for own in two)], router, "router")
-        command = [sys.executable, "-m", "benchmarks.ray_serve", "--port", str(ingress), "--cluster", engine]
-        cluster = Form([ingress], [ingress], [start(command, ingress, "ray")])
+
+        def start(name: str, port: int, *command: str) -> int:
+            started = serving_cpu.server([sys.executable, "-m", *command], port, name)
+            return stack.enter_context(started)[0]
+
+        pids = [start("jaxserve", own, *serve, str(own)) for own in two]
+        router_pid = start(
+            "sglang-router", router, "sglang_router", "launch", "--host", "127.0.0.1", "--port", str(router),
+            "--policy", "cache_aware", "--prometheus-port", str(port + 4), "--worker-urls", *urls,
+        )  # fmt: skip
+        ray_pid = start("ray", ingress, "benchmarks.ray_serve", "--port", str(ingress), "--cluster", engine)
+        cluster = Form([ingress], [ingress], [ray_pid])
         while len(counters(cluster)["prompt"]) < len(two):
             time.sleep(0.1)
         yield {
@@ -180,7 +193,8 @@ def measure(port: int, rounds: int, engine: str, requests: Requests) -> list[dic
                     time.sleep(SETTLE)
                     for own in found[name].servers if engine == "real" else ():
                         httpx.post(f"http://127.0.0.1:{own}/flush_cache", timeout=30).raise_for_status()
-                    result = measure_once(found[name], requests.make(vocabulary, round_ + 1))
+                    made = requests.make(vocabulary, round_ + 1)
+                    result = measure_once(found[name], made[:CLIENTS] if round_ < 0 else made)
                 print(f"{engine}, round {round_}, {name}: {result}", file=sys.stderr)
                 if round_ >= 0:
                     results[name].append(result)
@@ -192,6 +206,7 @@ def measure(port: int, rounds: int, engine: str, requests: Requests) -> list[dic
 
 def run_cluster(port: int, engine: str) -> None:
     """Run a cluster of one node with the application until told to stop."""
+    os.environ |= PATIENCE
     import ray
     from ray import serve
 
@@ -200,8 +215,8 @@ def run_cluster(port: int, engine: str) -> None:
 
     ray.init(num_cpus=2, include_dashboard=False, _node_ip_address="127.0.0.1")
     serve.start(http_options={"host": "127.0.0.1", "port": port}, proxy_location="HeadOnly")
-    settings = {**SETTINGS, "cuda_graph_bs": [8, 16]}
-    paced = {"load": api_process.load_tokenizer_only, "engine_module": "benchmarks.paced_engine"}
+    settings = {name: value if len(value) > 1 else value[0] for name, value in SETTINGS.items()}
+    paced: dict[str, Any] = {"load": api_process.load_tokenizer_only, "engine_module": "benchmarks.paced_engine"}
     built = application(load_profile(None, settings), replicas=2, **(paced if engine == "paced" else {}))
     serve.run(built, name="llm", route_prefix="/")
     signal.pause()
@@ -217,7 +232,7 @@ COLUMNS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--port", type=int, default=8080, help="the first of five")
+    parser.add_argument("--port", type=int, default=8080, help="the first of ten")
     parser.add_argument("--only", choices=list(COLUMNS), help="one of the tables")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--cluster", choices=list(COLUMNS), help="run the cluster; used by this script itself")
@@ -226,12 +241,13 @@ def main() -> None:
         run_cluster(args.port, args.cluster)
     report: dict[str, Any] = {"machine": f"{host.num_cores()} cores, load {os.getloadavg()[0]:.1f} at the start"}
     with tempfile.TemporaryDirectory() as folder:
-        settings = {"steps_per_second": STEPS_PER_SECOND, "token_ids": api_process.token_ids(load_tokenizer(resolve(MODEL)))}
+        ids = api_process.token_ids(load_tokenizer(resolve(MODEL)))
+        settings = {"steps_per_second": STEPS_PER_SECOND, "token_ids": ids}
         (Path(folder) / "settings.json").write_text(json.dumps(settings))
         os.environ[paced_engine.FOLDER] = folder
-        for engine, requests in {"real": REAL, "paced": PACED}.items():
+        for number, (engine, requests) in enumerate({"real": REAL, "paced": PACED}.items()):
             if args.only in (None, engine):
-                rows = measure(args.port, args.rounds, engine, requests)
+                rows = measure(args.port + 5 * number, args.rounds, engine, requests)
                 report[engine] = {**dataclasses.asdict(requests), "forms": rows}
                 print(f"{engine}: {requests}\n{format_records(rows, COLUMNS[engine], decimals=1)}\n")
     if args.json:
