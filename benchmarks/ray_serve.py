@@ -239,6 +239,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.cluster:
         run_cluster(args.port, args.cluster)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # so that the servers end too
     report: dict[str, Any] = {"machine": f"{host.num_cores()} cores, load {os.getloadavg()[0]:.1f} at the start"}
     with tempfile.TemporaryDirectory() as folder:
         ids = api_process.token_ids(load_tokenizer(resolve(MODEL)))
