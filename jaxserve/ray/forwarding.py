@@ -13,8 +13,6 @@ from collections.abc import AsyncIterator, Callable
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope
 
-# Messages of Serve's gRPC have at most 4 MB.
-_MAX_PIECE = 2**20
 # How long an application may take to end a request whose client has gone.
 _HANG_UP_SECONDS = 5.0
 
@@ -121,9 +119,8 @@ async def respond(
                     return
                 yield ResponseStart(start["status"], list(start["headers"]), replica)
                 is_started = True
-            body = b"".join(message.get("body", b"") for message in messages)
-            for begin in range(0, len(body), _MAX_PIECE):
-                yield body[begin : begin + _MAX_PIECE]
+            if body := b"".join(message.get("body", b"") for message in messages):
+                yield body
         task.result()
     finally:
         is_gone.set()

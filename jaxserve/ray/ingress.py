@@ -30,9 +30,6 @@ logger = logging.getLogger("ray.serve")
 _METRICS = "/metrics"
 _FOR_ALL = frozenset({_METRICS, "/flush_cache", "/reset_prefix_cache", "/start_profile", "/stop_profile"})
 _ALL_SECONDS = 600.0
-# Pieces cost half as much as messages of gRPC as they cost as objects of Ray, but a message has at most 4 MB. It holds
-# the body, and the prompt beside it.
-_MAX_BODY_IN_MESSAGE = 2**20
 # A request may be what ends the replicas to which it is sent.
 _MAX_ENDED = 3
 # Replicas that refuse requests are replaced as soon as Serve has seen that their engines have ended.
@@ -113,8 +110,7 @@ class _Forwarder(Router):
         num_ended, deadline = 0, time.monotonic() + _REFUSED_SECONDS
         while True:
             refusal = None
-            stream = self._stream.options(_by_reference=len(request.body) > _MAX_BODY_IN_MESSAGE)
-            pieces = cast(DeploymentResponseGenerator[Any], stream.remote(request))
+            pieces = cast(DeploymentResponseGenerator[Any], self._stream.remote(request))
             try:
                 async for piece in pieces:
                     if isinstance(piece, Refusal):
