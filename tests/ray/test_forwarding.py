@@ -53,7 +53,8 @@ def test_prompts_begin_alike_if_the_model_reads_them_so() -> None:
 
 
 @pytest.mark.parametrize(
-    "body", [b"", b"{", b"[]", b"null", b"1", b'"prompt"', b"\xff\xfe", b'{"prompt": "\xff"}', b"--boundary", b"[" * 10**5]
+    "body",
+    [b"", b"{", b"[]", b"null", b"1", b'"prompt"', b"\xff\xfe", b'{"prompt": "\xff"}', b"--boundary", b"[" * 10**5],
 )
 def test_no_other_body_is_refused_here(body: bytes) -> None:
     assert isinstance(prompt_text(body), str)

@@ -26,7 +26,9 @@ def test_each_family_stands_once_with_the_samples_of_all() -> None:
     families = list(text_string_to_metric_families(text))
     assert len({family.name for family in families}) == len(families)
     requests = next(family for family in families if family.name == "requests")
-    assert {sample.labels["replica"]: sample.value for sample in requests.samples if sample.name == "requests_total"} == {
+    assert {
+        sample.labels["replica"]: sample.value for sample in requests.samples if sample.name == "requests_total"
+    } == {
         "a": 1,
         "b": 2,
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 from collections import Counter
 from collections.abc import Iterable
@@ -98,15 +97,16 @@ async def test_a_prefix_that_is_longer_at_another_replica_goes_there(two: Router
 async def test_a_burst_of_equal_prompts_is_shared_beyond_the_crowded_share() -> None:
     router = Router(Replica("a", slots=16), Replica("b", slots=16))
     sent = [(await router.send(PROMPTS[0]))[0] for _ in range(16)]
-    assert Counter(sent)[sent[0]] == 10, "as many as let the other one be four behind, and one more"
-    assert len(set(sent[:5])) == 1
-    assert Counter(sent).total() == 16
+    assert len(set(sent[:5])) == 1, "a quarter of the slots, and one more"
+    assert sent[5] != sent[0]
+    assert Counter(sent) == {"a": 8, "b": 8}, "then both have the prefix"
 
 
 async def test_a_full_replica_gets_nothing_while_another_has_slots() -> None:
     router = Router(Replica("a", slots=2), Replica("b", slots=100))
-    sent = [(await router.send(PROMPTS[0]))[0] for _ in range(40)]
-    assert Counter(sent) == {"a": 2, "b": 38} or Counter(sent)["a"] <= 2
+    sent = Counter([(await router.send(PROMPTS[0]))[0] for _ in range(40)])
+    assert sent["a"] <= 2
+    assert sent["b"] >= 38
 
 
 async def test_replicas_that_refused_a_request_come_last(two: Router) -> None:
@@ -184,4 +184,3 @@ async def test_calls_other_than_requests_are_sent_anywhere(two: Router) -> None:
     assert sorted(await two.ranks(PendingRequest(["a", b"question"], {}, metadata))) == ["a", "b"]
     [[*both]] = await two.router.choose_replicas(list(two.replicas), None)  # type: ignore[arg-type]
     assert both == two.replicas
-    await asyncio.sleep(0)
