@@ -20,7 +20,7 @@ import psutil
 from jaxserve import host
 
 ROOT = Path(__file__).parents[2]
-_SECONDS = 120
+_SECONDS = 60
 
 
 class RayCluster:
@@ -63,7 +63,12 @@ class RayCluster:
         return self._read()
 
     async def deploy(
-        self, settings: dict[str, Any], *, build: str = "tests.ray.driver:build_fake", num_replicas: int = 2, **engine: Any
+        self,
+        settings: dict[str, Any],
+        *,
+        build: str = "tests.ray.driver:build_fake",
+        num_replicas: int = 2,
+        **engine: Any,
     ) -> None:
         """Deploy the application `llm`, and return when all its replicas run."""
         self.call(
