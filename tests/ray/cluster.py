@@ -36,41 +36,34 @@ class RayCluster:
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_AUTH_MODE": "disabled",
         }
-        self._log = open(Path(self._directory) / "driver.log", "w+")
-        self.driver = subprocess.Popen(
-            [sys.executable, "-m", "tests.ray.driver", str(port)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-            cwd=ROOT,
-            env={**os.environ, **own},
-        )
-        self._read()
+        self._log = Path(self._directory) / "driver.log"
+        with self._log.open("w") as log:
+            self._driver = subprocess.Popen(
+                [sys.executable, "-m", "tests.ray.driver", str(port)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                cwd=ROOT,
+                env={**os.environ, **own},
+            )
 
-    def _read(self) -> Any:
-        assert self.driver.stdout is not None
-        line = self.driver.stdout.readline()
-        assert line, self._written()
+    def read(self) -> Any:
+        """Return the driver's next answer; the first one says that the nodes are there."""
+        assert self._driver.stdout is not None
+        line = self._driver.stdout.readline()
+        assert line, self._log.read_text()
         return json.loads(line)
-
-    def _written(self) -> str:
-        return (Path(self._directory) / "driver.log").read_text()
 
     def call(self, name: str, *arguments: Any) -> Any:
         """Call a method of the driver."""
-        print(json.dumps([name, *arguments]), file=self.driver.stdin, flush=True)
-        return self._read()
+        print(json.dumps([name, *arguments]), file=self._driver.stdin, flush=True)
+        return self.read()
 
     async def deploy(
-        self,
-        settings: dict[str, Any],
-        *,
-        build: str = "tests.ray.driver:build_fake",
-        num_replicas: int = 2,
-        **engine: Any,
+        self, settings: dict[str, Any], *, build: str = "tests.ray.driver:build_fake", **engine: Any
     ) -> None:
-        """Deploy the application `llm`, and return when all its replicas run."""
+        """Deploy the application `llm` with options of its engine, and return when all its replicas run."""
         self.call(
             "deploy",
             {
@@ -78,10 +71,10 @@ class RayCluster:
                 "route_prefix": "/",
                 "import_path": build,
                 "args": settings,
-                "deployments": [{"name": "engine", **({} if engine else {"num_replicas": num_replicas}), **engine}],
+                "deployments": [{"name": "engine", **engine}],
             },
         )
-        await self.until_running(None if engine else num_replicas)
+        await self.until_running(engine.get("num_replicas"))
 
     async def until_running(self, num_replicas: int | None) -> None:
         """Return when the application runs, with this many replicas."""
@@ -112,8 +105,8 @@ class RayCluster:
         for process in self.processes():
             with contextlib.suppress(psutil.Error):
                 process.kill()
-        self.driver.wait()
-        for pipe in (self.driver.stdin, self.driver.stdout, self._log):
+        self._driver.wait()
+        for pipe in (self._driver.stdin, self._driver.stdout):
             assert pipe is not None
             with contextlib.suppress(BrokenPipeError):
                 pipe.close()
@@ -125,6 +118,7 @@ def running() -> Iterator[RayCluster]:
     """A cluster that is gone afterwards."""
     cluster = RayCluster()
     try:
+        cluster.read()
         yield cluster
     finally:
         cluster.close()

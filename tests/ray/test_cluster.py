@@ -17,15 +17,17 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.e2e import fake_server
 from tests.ray.cluster import RayCluster, running, until
+from tests.tiny_model import tiny_settings
 
 pytestmark = pytest.mark.process
 
 SETTINGS = {"model": "slow", "device": "cpu", "max_running_requests": 16, "context_length": 4096}
+UPDATED = {**SETTINGS, "max_running_requests": 4, "served_model_name": "updated"}
 FLAGS = ["--device", "cpu", "--max-running-requests", "16", "--context-length", "4096"]
 TURNS = [{"role": "user", "content": "Say something."}]
 SHORT = {"max_tokens": 4, "ignore_eos": True}
-# About two seconds.
-MEDIUM = {"max_tokens": 60, "ignore_eos": True}
+# About a second.
+MEDIUM = {"max_tokens": 30, "ignore_eos": True}
 # Longer than any test waits.
 LONG = {"prompt": "long", "max_tokens": 4000, "ignore_eos": True}
 
@@ -33,7 +35,7 @@ LONG = {"prompt": "long", "max_tokens": 4000, "ignore_eos": True}
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[RayCluster]:
     with running() as cluster:
-        asyncio.run(cluster.deploy(SETTINGS))
+        asyncio.run(cluster.deploy(SETTINGS, num_replicas=2))
         yield cluster
 
 
@@ -257,7 +259,7 @@ async def test_an_update_loses_no_request(cluster: RayCluster, http: httpx.Async
     before = set(await num_running(http))
     load = Load(cluster.url)
     await load.until_each_has_asked()
-    await cluster.deploy({**SETTINGS, "served_model_name": "updated"})
+    await cluster.deploy(UPDATED, num_replicas=2)
     await load.until_each_has_asked()
     await load.end()
     assert set(load.statuses) == {200}
@@ -267,11 +269,10 @@ async def test_an_update_loses_no_request(cluster: RayCluster, http: httpx.Async
 
 
 async def test_replicas_follow_the_queue(cluster: RayCluster, http: httpx.AsyncClient) -> None:
-    settings = {**SETTINGS, "max_running_requests": 2}
     policy = {"policy_function": "jaxserve.ray.autoscaling:scale_on_queue"}
     delays = {"upscale_delay_s": 0.5, "downscale_delay_s": 1, "metrics_interval_s": 0.5, "look_back_period_s": 1}
     scaling = {"min_replicas": 1, "max_replicas": 2, "policy": policy, **delays}
-    await cluster.deploy(settings, num_replicas=None, autoscaling_config=scaling)
+    await cluster.deploy(UPDATED, autoscaling_config=scaling)
     await cluster.until_running(1)
     load = Load(cluster.url, 12)
     await cluster.until_running(2)
@@ -281,8 +282,28 @@ async def test_replicas_follow_the_queue(cluster: RayCluster, http: httpx.AsyncC
     assert set(load.ends) == {"[DONE]"}
 
 
+async def test_a_mesh_over_both_nodes_is_one_replica_and_ends_as_one(
+    cluster: RayCluster, http: httpx.AsyncClient, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    mesh = {"tp_size": 2, "nnodes": 2, "cuda_graph_bs": [4], "device": "cpu", "num_cpus": 0.4}
+    await cluster.deploy({**tiny_settings(tmp_path_factory), **mesh}, build="jaxserve.ray:build", num_replicas=1)
+    body = {"prompt": [1, 2, 3], "temperature": 0, **SHORT}
+    before = await http.post("/v1/completions", json=body)
+    [follower] = cluster.processes("ray::_Follower")
+    engines = cluster.processes("jaxserve.worker")
+    assert len(engines) == 2
+    next(one for one in engines if one.ppid() == follower.pid).kill()
+    after = await http.post("/v1/completions", json=body)
+    assert (before.status_code, after.status_code) == (200, 200)
+    assert before.json()["choices"] == after.json()["choices"]
+    assert before.headers["x-replica-id"] != after.headers["x-replica-id"]
+    await until(lambda: len(cluster.processes("jaxserve.worker")) == 2)
+    assert not {one.pid for one in engines} & {one.pid for one in cluster.processes("jaxserve.worker")}
+
+
 async def test_nothing_is_left(cluster: RayCluster) -> None:
-    assert cluster.engines()
+    assert cluster.processes("ray::ServeReplica")
     cluster.call("shutdown")
-    assert cluster.processes("jaxserve") + cluster.engines() + replica_processes(cluster) == []
+    for named in ("ray::ServeReplica", "ray::_Follower", "fake_device", "jaxserve.worker", "jaxserve.text"):
+        assert cluster.processes(named) == []
     cluster.call("end")

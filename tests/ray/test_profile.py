@@ -149,7 +149,7 @@ def test_build_takes_settings_among_its_arguments(profile: Path) -> None:
         {"min": 0, "max": 2},
         {"min": 3, "max": 2},
         {"min": 1, "max": 2, "most": 3},
-    ],  # fmt: skip
+    ],
 )
 def test_a_number_of_replicas_that_is_none_is_refused(replicas: Any) -> None:
     with pytest.raises(ConfigError, match="replicas must be a whole number of at least 1, or have min and max, got"):
