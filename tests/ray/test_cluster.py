@@ -61,7 +61,8 @@ def end_of(stream: str) -> str:
 
 def story_of(stream: str) -> tuple[list[str], str]:
     """Return the kinds of a stream's events in their order, and all its texts as one: how they are cut is by chance."""
-    kinds = re.findall(r'^data: (\[DONE\])|"(?:type|object)":"([a-z_.]+)"', stream, flags=re.M)
+    events = [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: {")]
+    kinds = [event.get("type") or event["object"] for event in events]
     texts = re.findall(r'"(?:content|text|delta)":"((?:[^"\\]|\\.)*)"', stream)
     return [kind for kind, _ in itertools.groupby(kinds)], "".join(texts)
 
@@ -282,6 +283,7 @@ async def test_replicas_follow_the_queue(cluster: RayCluster, http: httpx.AsyncC
     assert set(load.ends) == {"[DONE]"}
 
 
+@pytest.mark.grid
 async def test_a_mesh_over_both_nodes_is_one_replica_and_ends_as_one(
     cluster: RayCluster, http: httpx.AsyncClient, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
