@@ -6,6 +6,7 @@ Whatever Serve's own configuration sets for a deployment has precedence.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -47,8 +48,10 @@ def build(arguments: dict[str, Any]) -> Application:
     loaded = load_profile(named.get("profile"), {**settings, **others})
     try:
         num_cpus = float(named.get("num_cpus", 1))
+        if not 0 <= num_cpus < math.inf:
+            raise ValueError
     except (TypeError, ValueError):
-        raise ConfigError(f"num_cpus must be a number, got {named['num_cpus']!r}") from None
+        raise ConfigError(f"num_cpus must be a number of at least 0, got {named['num_cpus']!r}") from None
     return application(loaded, replicas=named.get("replicas", 1), num_cpus=num_cpus)
 
 
@@ -99,13 +102,19 @@ def application(
 
 def _number_of(replicas: int | str | Mapping[str, Any]) -> dict[str, Any]:
     """Return Serve's options for a number of replicas, or a range of it."""
+    limits = replicas if isinstance(replicas, Mapping) else {"min": replicas, "max": replicas}
     try:
-        if not isinstance(replicas, Mapping):
-            return {"num_replicas": int(replicas)}
-        if set(replicas) != {"min", "max"}:
+        fewest, most = int(str(limits["min"])), int(str(limits["max"]))
+        if len(limits) > 2 or not 1 <= fewest <= most:
             raise ValueError
-        limits = {"min_replicas": int(replicas["min"]), "max_replicas": int(replicas["max"])}
-    except (TypeError, ValueError):
-        raise ConfigError(f"replicas must be a number, or have min and max, got {replicas!r}") from None
+    except (KeyError, ValueError):
+        raise ConfigError(
+            f"replicas must be a whole number of at least 1, or have min and max, got {replicas!r}"
+        ) from None
+    if limits is not replicas:
+        return {"num_replicas": fewest}
     policy = {"policy_function": "jaxserve.ray.autoscaling:scale_on_queue"}
-    return {"num_replicas": None, "autoscaling_config": {**limits, "policy": policy}}
+    return {
+        "num_replicas": None,
+        "autoscaling_config": {"min_replicas": fewest, "max_replicas": most, "policy": policy},
+    }

@@ -32,17 +32,27 @@ _REFUSED = {
         ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"), "a proxy in front of Serve, or its http_options, ends TLS"
     ),
 }
+_SWITCHES = {"true": True, "false": False}
 # A replica chooses the address when its node is known.
 _ANY_ADDRESS = "any:1"
 _RESOURCES = {"cuda": "GPU", "tpu": "TPU"}
 
 
 def load_profile(profile: str | Path | None, settings: Mapping[str, Any]) -> LoadedConfig:
-    """Return the configuration of a profile in which `settings` have other values. Raises `ConfigError`."""
+    """Return the configuration of a profile in which `settings` have other values, or texts as flags have them. Raises
+    `ConfigError`."""
     path = None if profile is None else Path(profile).expanduser()
-    given = [GivenSetting(as_key(name), value, "argument", f"settings: {name}") for name, value in settings.items()]
-    everything = [*(() if path is None else read_yaml(path)), *given]
-    if {one.key: one.value for one in everything}.get("nnodes", 1) != 1:
+    given = [
+        GivenSetting(
+            as_key(name),
+            _SWITCHES.get(value, value) if isinstance(value, str) else value,
+            "flag" if isinstance(value, str) else "argument",
+            f"settings: {name}",
+        )
+        for name, value in settings.items()
+    ]
+    written = {one.key: one.value for one in (*(() if path is None else read_yaml(path)), *given)}
+    if str(written.get("nnodes", 1)) != "1" and "dist_init_addr" not in written:
         given.append(GivenSetting("dist_init_addr", _ANY_ADDRESS, "argument", "jaxserve.ray"))
     loaded = load_config(given, path)
     notes = list(loaded.notes)
