@@ -19,10 +19,17 @@ _HANG_UP_SECONDS = 5.0
 type Headers = list[tuple[bytes, bytes]]
 
 
+@dataclasses.dataclass
+class Progress:
+    """How far a request is, for those who have it in the process of the ingress."""
+
+    has_begun: bool = False
+
+
 @dataclasses.dataclass(frozen=True)
 class ForwardedRequest:
     """A request with its whole body. `prompt` is a text that begins like those of requests whose prompts begin alike.
-    `tried` are the replicas that have refused this request."""
+    `tried` are the replicas that have refused this request. `progress` is kept up to date in the ingress only."""
 
     method: str
     path: str
@@ -32,6 +39,7 @@ class ForwardedRequest:
     client: tuple[str, int] | None = None
     prompt: str = ""
     tried: frozenset[str] = frozenset()
+    progress: Progress = dataclasses.field(default_factory=Progress)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +67,7 @@ class WholeResponse:
     body: bytes
 
 
-type Piece = ResponseStart | Refusal | bytes
+type ResponsePiece = ResponseStart | Refusal | bytes
 
 
 class _PromptFields(msgspec.Struct):
@@ -90,7 +98,7 @@ def prompt_text(body: bytes) -> str:
 
 async def respond(
     app: ASGIApp, request: ForwardedRequest, replica: str, refusal: Callable[[int], str | None]
-) -> AsyncIterator[Piece]:
+) -> AsyncIterator[ResponsePiece]:
     """Let `app` answer a request, and yield its response: the start, then each time all of the body that there is.
 
     `refusal` is asked before any status is sent, and may return why there is a refusal instead. To end the iteration

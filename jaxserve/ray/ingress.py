@@ -18,10 +18,11 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 from starlette.routing import Router
 from starlette.types import Receive, Scope, Send
 
-from jaxserve.ray.forwarding import ForwardedRequest, Refusal, ResponseStart, WholeResponse, prompt_text
+from jaxserve.ray.forwarding import ForwardedRequest, Progress, Refusal, ResponseStart, WholeResponse, prompt_text
 from jaxserve.ray.metrics import merged
 from jaxserve.server.errors import UnavailableError, body_too_large, to_http_error
 from jaxserve.server.http.exchange import send_json
+from jaxserve.server.http.paths import plain_path
 from jaxserve.server.http.sse import error_event
 
 logger = logging.getLogger("ray.serve")
@@ -78,7 +79,7 @@ class _Forwarder(Router):
                 client=None if scope.get("client") is None else tuple(scope["client"]),
                 prompt=prompt_text(body),
             )
-            if path in _FOR_ALL:
+            if plain_path(path) in _FOR_ALL:
                 await self._ask_all(request, response)
             else:
                 await self._forward(request, response)
@@ -88,6 +89,8 @@ class _Forwarder(Router):
             await response.fail(UnavailableError(f"The queue of Ray Serve is full: {error}"))
         except DeploymentUnavailableError as error:
             await response.fail(UnavailableError(f"No replica can be started: {error}"))
+        except _ENDED as error:
+            await response.fail(UnavailableError(f"A replica has ended: {error.__class__.__name__}"))
         except Exception as error:
             await response.fail(error)
 
@@ -116,19 +119,21 @@ class _Forwarder(Router):
                     if isinstance(piece, Refusal):
                         refusal = piece
                     else:
+                        request.progress.has_begun = True
                         await response.write(piece)
                 if refusal is None:
                     await response.finish()
                     return
                 reason = refusal.reason
-                request = dataclasses.replace(request, tried=request.tried | {refusal.replica})
+                request = dataclasses.replace(request, tried=request.tried | {refusal.replica}, progress=Progress())
             except _ENDED as error:
                 num_ended += 1
                 reason = f"The replica has ended: {error.__class__.__name__}"
                 if response.has_begun or num_ended == _MAX_ENDED:
                     logger.warning("%s %s ends with its replica: %s", request.method, request.path, error)
-                    raise UnavailableError(reason) from error
+                    raise
                 response.forget()
+                request = dataclasses.replace(request, progress=Progress())
             finally:
                 pieces.cancel()  # a hang-up reaches the replica this way
             if time.monotonic() > deadline:
@@ -143,7 +148,7 @@ class _Forwarder(Router):
         if not answers:
             raise UnavailableError("No replica is ready")
         answer = max(answers, key=lambda one: one.start.status)
-        if request.path == _METRICS and answer.start.status == 200:
+        if plain_path(request.path) == _METRICS and answer.start.status == 200:
             body = merged(one.body.decode() for one in answers).encode()
             headers = [(name, value) for name, value in answer.start.headers if name != b"content-length"]
             answer = WholeResponse(dataclasses.replace(answer.start, headers=headers), body)

@@ -26,7 +26,12 @@ _SLOTS, _CACHED_TOKENS = 256, 2**20
 @dataclasses.dataclass(frozen=True)
 class _RoutedRequest:
     request: PendingRequest
-    pending_tokens: int
+    prompt_tokens: int
+
+    @property
+    def pending_tokens(self) -> int:
+        """The prompt tokens to compute, until the answer begins."""
+        return 0 if _request_of(self.request).progress.has_begun else self.prompt_tokens
 
 
 @dataclasses.dataclass

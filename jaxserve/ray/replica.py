@@ -19,7 +19,7 @@ from jaxserve.config.server_schema import ServerConfig
 from jaxserve.engine.client import Engine, launch_engine
 from jaxserve.errors import EngineDeadError, JaxserveError
 from jaxserve.observability import log
-from jaxserve.ray.forwarding import ForwardedRequest, Piece, Refusal, ResponseStart, WholeResponse, respond
+from jaxserve.ray.forwarding import ForwardedRequest, Refusal, ResponsePiece, ResponseStart, WholeResponse, respond
 from jaxserve.ray.mesh import Followers
 from jaxserve.ray.metrics import RayGauges
 from jaxserve.server.lifecycle import Lifecycle
@@ -61,12 +61,13 @@ class EngineReplica:
         self._app = lifecycle.server.app
         self._run = asyncio.create_task(lifecycle.run())
         await asyncio.wait((self._run, self._role.ready), return_when=asyncio.FIRST_COMPLETED)
-        if self._role.failure is not None:
-            raise self._role.failure
+        if not self._role.ready.done():
+            self._run.result()  # raises what was not expected
+            raise self._role.failure or EngineDeadError("the replica has ended while it was loading the model")
         self._gauges = RayGauges(self._state.metrics.registry)
         self._exporting = asyncio.create_task(self._export())
 
-    async def handle(self, request: ForwardedRequest) -> AsyncIterator[Piece]:
+    async def handle(self, request: ForwardedRequest) -> AsyncIterator[ResponsePiece]:
         """Answer a request, unless this replica can't: then refuse it, so that another one answers."""
         if (reason := self._why_not()) is not None:
             yield Refusal(self._name, reason)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from jaxserve.ray.forwarding import ForwardedRequest, Piece, Refusal, ResponseStart, prompt_text, respond
+from jaxserve.ray.forwarding import ForwardedRequest, Refusal, ResponsePiece, ResponseStart, prompt_text, respond
 
 CHAT = {"model": "m", "messages": [{"role": "system", "content": "Be brief."}], "temperature": 0.5}
 REQUEST = ForwardedRequest("POST", "/v1/chat/completions", b"a=1", [(b"x", b"y")], b"body", ("10.0.0.1", 7))
@@ -105,7 +105,7 @@ def body(text: bytes) -> Message:
     return {"type": "http.response.body", "body": text, "more_body": True}
 
 
-def answer_of(app: App, status_refused: int = 600) -> AsyncIterator[Piece]:
+def answer_of(app: App, status_refused: int = 600) -> AsyncIterator[ResponsePiece]:
     def refusal(status: int) -> str | None:
         return f"{status} is refused" if status >= status_refused else None
 
