@@ -69,8 +69,8 @@ def application(
     """
     for note in loaded.notes:
         logger.warning(note)
+    options = _number_of(replicas)
     each = bundles(loaded.engine, num_cpus)
-    options: dict[str, Any] = {"num_replicas": 1} | _number_of(replicas)
     if len(each) > 1:
         options |= {"placement_group_bundles": each, "placement_group_strategy": "STRICT_SPREAD"}
     first = dict(each[0])

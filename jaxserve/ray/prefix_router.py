@@ -120,12 +120,12 @@ class CachedPrefixRouter(RequestRouter):
         load.index.add(names)
 
     def _num_open(self, replica_id: ReplicaID) -> int:
-        """Return how many requests a replica has open: of this process, or more by Serve's last count."""
+        """Return how many requests of this process a replica has open."""
         load = self._loads[replica_id]
         for request_id, routed in list(load.open.items()):
             if routed.request.future.cancelled():  # the client has gone before it was sent, so that no end is reported
                 load.open.pop(request_id, None)
-        return max(len(load.open), self.replica_queue_len_cache.get(replica_id) or 0)
+        return len(load.open)
 
 
 def block_names(text: str) -> list[int]:

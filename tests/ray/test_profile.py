@@ -88,7 +88,6 @@ def test_other_mistakes_are_named() -> None:
     ("settings", "expected"),
     [
         ({"device": "cpu", "tp_size": 2}, [{"CPU": 1.5}]),
-        ({"device": "auto"}, [{"CPU": 1.5}]),
         ({"device": "cuda", "tp_size": 2}, [{"CPU": 1.5, "GPU": 2.0}]),
         ({"device": "cuda", "dp_size": 2, "dp_mode": "replicas"}, [{"CPU": 1.5, "GPU": 2.0}]),
         ({"device": "cuda", "tp_size": 2, "pp_size": 2, "nnodes": 2}, [{"CPU": 1.5, "GPU": 2.0}] * 2),
@@ -120,8 +119,18 @@ def test_a_mesh_over_nodes_asks_for_a_node_for_each_process() -> None:
     assert engine.ray_actor_options["num_gpus"] == 2
 
 
+def test_a_device_that_nobody_named_is_looked_for_in_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="set device to cuda, tpu or cpu"):
+        build({})
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    one_cpu = {"CPU": 1.0}
+    for resources, expected in (({"CPU": 4.0, "GPU": 2.0}, {"CPU": 1.0, "GPU": 1.0}), ({"CPU": 4.0}, one_cpu)):
+        monkeypatch.setattr("ray.cluster_resources", lambda found=resources: found)
+        assert bundles(EngineConfig(), 1.0) == [expected]
+
+
 def test_a_range_of_replicas_is_scaled_on_the_queues() -> None:
-    scaling = engine_of(build({"replicas": {"min": 2, "max": "5"}}))._deployment_config.autoscaling_config
+    scaling = engine_of(build({"device": "cpu", "replicas": {"min": 2, "max": "5"}}))._deployment_config.autoscaling_config
     assert (scaling.min_replicas, scaling.max_replicas) == (2, 5)
     assert scaling.policy.policy_function == "jaxserve.ray.autoscaling:scale_on_queue"
 
@@ -134,7 +143,7 @@ def test_build_takes_settings_among_its_arguments(profile: Path) -> None:
     config, server, *_ = engine.init_args
     assert (config.model, config.tp_size, config.page_size, server.port) == ("tiny", 4, 32, 9000)
     assert (engine.num_replicas, engine.ray_actor_options["num_cpus"]) == (2, 0.5)
-    assert engine_of(build({})).num_replicas == 1
+    assert engine_of(build({"device": "cpu"})).num_replicas == 1
 
 
 @pytest.mark.parametrize(
