@@ -19,6 +19,9 @@ from jaxserve.ray.forwarding import ForwardedRequest
 # About the bytes of a page of 16 tokens.
 _BLOCK = 64
 _TOKENS_PER_BLOCK = 16
+# Twice that of `--dp-mode replicas`: with few slots, prefixes that come together would else be computed twice
+# (`benchmarks/ray_serve.py`).
+_CROWDED_SHARE = 0.5
 # Until a replica has said what it has.
 _SLOTS, _CACHED_TOKENS = 256, 2**20
 
@@ -92,6 +95,7 @@ class CachedPrefixRouter(RequestRouter):
                     pending_tokens=sum(one.pending_tokens for one in list(load.open.values())),
                     cached_tokens=load.index.match(names) * _TOKENS_PER_BLOCK,
                     num_pages=len(load.index),
+                    crowded_share=_CROWDED_SHARE,
                 ),
             )
 

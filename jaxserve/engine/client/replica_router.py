@@ -20,16 +20,24 @@ type ReplicaCost = tuple[bool, bool, int, int]
 
 
 def replica_cost(
-    *, num_open: int, fewest_open: int, num_slots: int, pending_tokens: int, cached_tokens: int, num_pages: int
+    *,
+    num_open: int,
+    fewest_open: int,
+    num_slots: int,
+    pending_tokens: int,
+    cached_tokens: int,
+    num_pages: int,
+    crowded_share: float = CROWDED_SHARE,
 ) -> ReplicaCost:
     """Return the cost of a request on a replica, of which the least is best.
 
     It has `num_open` of its `num_slots` requests open, and `pending_tokens` of their prompts to compute; the emptiest
-    replica has `fewest_open`. It has `cached_tokens` of the request's prompt, and `num_pages` pages in its cache.
+    replica has `fewest_open`. It has `cached_tokens` of the request's prompt, and `num_pages` pages in its cache. It is
+    crowded if it has more open than the emptiest by `crowded_share` of its slots.
     """
     return (
         num_open >= num_slots,
-        num_open - fewest_open > CROWDED_SHARE * num_slots,
+        num_open - fewest_open > crowded_share * num_slots,
         pending_tokens - CACHED_WEIGHT * cached_tokens + SEQUENCE_TOKENS * num_open,
         num_pages,
     )
