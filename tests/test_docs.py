@@ -66,7 +66,7 @@ OTHER_FLAGS = {
     *("--health-check-endpoint", "--health-check-interval-secs", "--health-check-timeout-secs"),
     *("--health-failure-threshold", "--health-success-threshold"),
     *("--cb-failure-threshold", "--cb-timeout-duration-secs", "--load-monitor-interval"),
-    *("--head", "--address", "--generate", "--id"),
+    *("--head", "--address", "--generate", "--id", "--err"),
     *("--worker-startup-check-interval", "--worker-overload-waiting-requests", "--worker-overload-token-usage"),
 }
 
