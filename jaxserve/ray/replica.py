@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 from ray import serve
+from ray.serve.exceptions import DeploymentUnavailableError
 
 from jaxserve.config.schema import EngineConfig
 from jaxserve.config.server_schema import ServerConfig
@@ -31,7 +32,7 @@ logger = logging.getLogger("jaxserve.server")
 
 _EXPORT_SECONDS = 5.0
 # What other replicas are asked is answered from memory.
-_ASK_SECONDS = 5.0
+_ASK_SECONDS, _POLL_SECONDS = 5.0, 0.05
 
 
 class EngineReplica:
@@ -192,13 +193,18 @@ class _OtherReplicas:
         """Return the answers of the others, or none if one of them doesn't answer."""
         deployment, application = self._place
         handle = serve.get_deployment_handle(deployment, application)
-        answers = handle.broadcast("answer", self._name, msgspec.json.encode(question))
         try:
-            found: list[Any] = await answers.results_async(timeout_s=_ASK_SECONDS)
+            async with asyncio.timeout(_ASK_SECONDS):
+                while True:
+                    try:
+                        asked = handle.broadcast("answer", self._name, msgspec.json.encode(question))
+                        found: list[Any] = await asked.results_async(timeout_s=_ASK_SECONDS)
+                        return [answer for answer in found if answer is not None]
+                    except DeploymentUnavailableError:  # a new handle has not heard of any replica yet
+                        await asyncio.sleep(_POLL_SECONDS)
         except Exception as error:
             logger.warning("Other replicas could not be asked: %s", error)
             return []
-        return [answer for answer in found if answer is not None]
 
 
 def _log_with_serve(config: EngineConfig) -> None:
