@@ -41,7 +41,7 @@ def cluster() -> Iterator[RayCluster]:
 
 @pytest.fixture
 async def http(cluster: RayCluster) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=cluster.url, timeout=90) as http:
+    async with httpx.AsyncClient(base_url=cluster.url, timeout=240) as http:
         yield http
 
 
@@ -98,7 +98,7 @@ class Load:
         self._tasks = [asyncio.create_task(self._ask(number % 2 == 0)) for number in range(num_clients)]
 
     async def _ask(self, streams: bool) -> None:
-        async with httpx.AsyncClient(base_url=self._url, timeout=90) as http:
+        async with httpx.AsyncClient(base_url=self._url, timeout=240) as http:
             while not self._is_over:
                 body = {"prompt": f"prompt {next(self._numbers)}", "stream": streams, **MEDIUM}
                 answer = await http.post("/v1/completions", json=body)
@@ -132,7 +132,7 @@ async def test_answers_and_streams_are_those_of_a_server(http: httpx.AsyncClient
         ("/v1/models", {}),
     ]
     with fake_server.serving(*FLAGS, model="slow") as url:
-        async with httpx.AsyncClient(base_url=url, timeout=90) as alone:
+        async with httpx.AsyncClient(base_url=url, timeout=240) as alone:
             for path, body in asked:
                 ours, theirs = [await (one.post(path, json=body) if body else one.get(path)) for one in (http, alone)]
                 kind = theirs.headers.get("content-type", "")

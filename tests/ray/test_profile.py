@@ -130,7 +130,9 @@ def test_a_device_that_nobody_named_is_looked_for_in_a_cluster(monkeypatch: pyte
 
 
 def test_a_range_of_replicas_is_scaled_on_the_queues() -> None:
-    scaling = engine_of(build({"device": "cpu", "replicas": {"min": 2, "max": "5"}}))._deployment_config.autoscaling_config
+    scaling = engine_of(
+        build({"device": "cpu", "replicas": {"min": 2, "max": "5"}})
+    )._deployment_config.autoscaling_config
     assert (scaling.min_replicas, scaling.max_replicas) == (2, 5)
     assert scaling.policy.policy_function == "jaxserve.ray.autoscaling:scale_on_queue"
 
