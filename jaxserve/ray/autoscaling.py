@@ -15,7 +15,7 @@ def scale_on_queue(context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
     """Return the number of replicas with which nothing would wait, and what to remember.
 
     A replica with a queue is full, so what it runs is what it can run: its slots, or fewer if the KV cache is full
-    first. What was seen to run at once without a queue isn't forgotten.
+    first. That number is remembered while nothing waits, and grows if a replica runs more.
     """
     seen = context.aggregated_metrics or {}
     running, waiting, slots = (seen.get(name, {}) for name in ("running", "waiting", "slots"))

@@ -36,7 +36,10 @@ class Followers:
 
     @classmethod
     async def start(cls, config: EngineConfig, engine_module: str) -> Followers:
-        """Start a follower in each bundle but the first, as far as resources go; they connect when they are ready."""
+        """Start a follower in each bundle but the first; each connects to the leader's engine once both run.
+
+        Raises `ConfigError` if the replica has no placement group with a bundle for each node.
+        """
         if config.nnodes == 1:
             return cls(config, [], [])
         group = get_current_placement_group()

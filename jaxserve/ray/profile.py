@@ -1,7 +1,7 @@
 """What a replica is made of: the settings of a profile, and the resources of Ray that they need.
 
 A profile is a YAML file as `jaxserve serve --config` takes it. A replica has no port and is not started by hand, so
-settings that are about these are refused by name.
+settings that are about either are refused by name.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from jaxserve.config.settings import as_key
 from jaxserve.errors import ConfigError
 
 # Harmless, as many profiles have them: Serve's own options say where its proxies listen.
-_UNUSED = frozenset({"host", "port", "drain_timeout"})
+_UNUSED = frozenset({"host", "port"})
+_PROXY = "Serve's proxies read the requests, http_options of its configuration has their limits"
 _REFUSED = {
     "uds": "Serve's proxies listen on ports, http_options of its configuration says which",
     "api_server_count": "a replica has one API process: have more replicas, or more of the deployment `ingress`",
@@ -28,9 +29,8 @@ _REFUSED = {
     "dist_init_addr": "each replica chooses an address on the node where it runs",
     "root_path": "Serve's route_prefix is taken off each path",
     **dict.fromkeys(("device_ids", "base_gpu_id", "gpu_id_step"), "Ray chooses the devices of each replica"),
-    **dict.fromkeys(
-        ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"), "a proxy in front of Serve, or its http_options, ends TLS"
-    ),
+    **dict.fromkeys(("max_header_bytes", "request_read_timeout", "keep_alive_timeout"), _PROXY),
+    "ssl_certfile": "a proxy in front of Serve, or its http_options, ends TLS",
 }
 _SWITCHES = {"true": True, "false": False}
 # A replica chooses the address when its node is known.
@@ -62,7 +62,7 @@ def load_profile(profile: str | Path | None, settings: Mapping[str, Any]) -> Loa
             continue
         if (reason := _REFUSED.get(name)) is not None:
             raise ConfigError(f"{value.place}: {name} has no meaning in a replica of Ray Serve: {reason}")
-        if name in _UNUSED - {"drain_timeout"}:
+        if name in _UNUSED:
             notes.append(f"{value.place}: not used, http_options of Serve's configuration say where it listens")
     return LoadedConfig(loaded.engine, loaded.server, loaded.values, tuple(notes))
 

@@ -36,8 +36,7 @@ _ASK_SECONDS, _POLL_SECONDS = 5.0, 0.05
 
 
 class EngineReplica:
-    """The deployment `engine`. Raises the errors of `load` if the model can't be served, and then starts anew, as Serve
-    does it.
+    """The deployment `engine`. Raises the errors of `load` if the model can't be served; then Serve tries again.
 
     `load` is called as `jaxserve serve` calls it, and the engine process runs `engine_module`.
     """

@@ -69,6 +69,7 @@ def test_where_a_server_would_listen_is_noted(profile: Path) -> None:
         ("root_path", {"root_path": "/v2"}),
         ("ssl_certfile", {"ssl_certfile": "/tmp/c", "ssl_keyfile": "/tmp/k"}),
         ("ssl_certfile", {"ssl_certfile": "/tmp/c", "ssl_keyfile": "/tmp/k", "ssl_ca_certs": "/tmp/a"}),
+        *((name, {name: 1000}) for name in ("max_header_bytes", "request_read_timeout", "keep_alive_timeout")),
     ],
 )
 def test_what_has_no_meaning_in_a_replica_is_refused(name: str, settings: dict[str, Any]) -> None:
